@@ -25,7 +25,7 @@ from builder.toolchain import PIP_CUDA_BINUTILS, ToolchainError, cuda_tool
 SCALAR_ACCESS = re.compile(
     r"\bscalar_\w+_kernel\b|\bScalarLoader\b|Access\)1\b|\bAccess::kScalar\b"
 )
-FP8_OUTPUT = re.compile(r"\bquantize_fp8_kernel\b")
+FP8_OUTPUT = re.compile(r"\bquantize_fp8_kernel\b|\bQuantizedOutput\b")
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/\s*$")  # half of an instruction
 

@@ -6,9 +6,7 @@
 // Operands that may differ by row are loaded before the first reduction, those of all rows when they are
 // used. So are scale and shift from tables: their few rows are in the cache.
 //
-// All norms with a quantized output also run here. The largest magnitude of a row takes one more reduction
-// (kQuantizes).
-#include "fp8.cuh"
+// With kQuantizes the result is quantized. quantized_norm.cu calls it for what it does not compute itself.
 #include "general_policies.cuh"
 #include "row_norm.cuh"
 
@@ -243,25 +241,18 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
     if (is_column[i]) row.finish(position.pack(i) * kSize, x_scale, h[i], loaded[i]);
   if constexpr (Norm::kIsNorm) {
     const auto statistics = statistics_of<T, Norm>(total, hidden, params.eps);
+    uint32_t largest[1] = {0};
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       if (!is_column[i]) continue;
       normalize<Norm>(statistics, h[i]);
       row.modulate(position.pack(i) * kSize, h[i], loaded[i]);
-      if constexpr (!kQuantizes) row.store(position.pack(i) * kSize, h[i]);
+      if constexpr (kQuantizes)
+        largest[0] = max(largest[0], largest_magnitude(h[i]));
+      else
+        row.store(position.pack(i) * kSize, h[i]);
     }
-    if constexpr (kQuantizes) {
-      uint32_t largest[1] = {0};
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i)
-        if (is_column[i]) largest[0] = max(largest[0], largest_magnitude(h[i]));
-      GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
-      const Fp8Quotient quotient(fp8_scale(largest[0]));
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i)
-        if (is_column[i]) row.store(position.pack(i) * kSize, h[i], quotient);
-      if (is_row && position.thread == 0) row.store_scale(quotient.scale);
-    }
+    if constexpr (kQuantizes) store_quantized(row, position, is_row, is_column, h, largest);
   }
 }
 
@@ -319,21 +310,9 @@ __global__ void __launch_bounds__(kAnyRowThreads, 1)
   }
 }
 
-// Returns whether each pack of E4M3 values, one for each 16 bytes of input, can be stored at once.
-bool has_fp8_packs(const RowOperand& out, int ndim, int element_bytes) {
-  const int pack_bytes = kVectorBytes / element_bytes;
-  bool aligned = reinterpret_cast<uintptr_t>(out.data) % pack_bytes == 0;
-  for (int dim = 0; dim < ndim; ++dim) aligned = aligned && out.strides[dim] % pack_bytes == 0;
-  return aligned;
-}
-
-bool has_vector_branch(RowNormParams args, int element_bytes) {
-  bool vector = has_vector_rows(args.addend, args.shape.ndim, element_bytes);
-  if (args.row_scale.data) {
-    vector = vector && has_fp8_packs(args.out, args.shape.ndim, element_bytes);
-    args.out = {};
-  }
-  vector = vector && has_vector_access(args, element_bytes);
+bool has_vector_branch(const RowNormParams& args, int element_bytes) {
+  bool vector =
+      has_vector_access(args, element_bytes) && has_vector_rows(args.addend, args.shape.ndim, element_bytes);
   for (const Modulator* row : {&args.gate_row, &args.scale_row, &args.shift_row, &args.x_weight})
     vector = vector && has_vector_rows(*row, args.shape.ndim, row->is_float32 ? 4 : element_bytes);
   return vector;

@@ -155,6 +155,8 @@ struct NoExtraOperands {
 // former.
 template <bool kHasExtra>
 struct GeneralOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     RowIndexer::Operand out;
     GeneralOperand scale, shift;
@@ -189,6 +191,17 @@ struct GeneralOutput {
       scale.fetch(column, pack.scale);
       shift.fetch(column, pack.shift);
     }
+    // Leaves the result in n, without ExtraOperands. The given values times norm_scale are normalized.
+    template <int kSize>
+    __device__ __forceinline__ void modulate(int64_t column, Pack<kSize>& pack, float norm_scale,
+                                             float (&n)[kSize]) const {
+      static_assert(!kHasExtra);
+      float factors[kSize], terms[kSize];
+      load_modulation(column, pack, factors, terms);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        n[i] = fmaf(n[i], fmaf(factors[i], norm_scale, operands.factor * norm_scale), terms[i]);
+    }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, Pack<kSize>& pack, float (&n)[kSize]) const {
       float factors[kSize], terms[kSize];
@@ -205,10 +218,7 @@ struct GeneralOutput {
           for (int i = 0; i < kSize; ++i) n[i] += terms[i];
         }
       }
-      scale.fetch_upper(column, pack.scale);
-      shift.fetch_upper(column, pack.shift);
-      scale.values(pack.scale, factors);
-      shift.values(pack.shift, terms);
+      load_modulation(column, pack, factors, terms);
       store_modulated(operands.out, column, n, operands.factor, factors, terms);
       if constexpr (kHasExtra) {
         const auto& extra = operands.extra;
@@ -220,6 +230,14 @@ struct GeneralOutput {
     }
 
    private:
+    template <int kSize>
+    __device__ __forceinline__ void load_modulation(int64_t column, Pack<kSize>& pack,
+                                                    float (&factors)[kSize], float (&terms)[kSize]) const {
+      scale.fetch_upper(column, pack.scale);
+      shift.fetch_upper(column, pack.shift);
+      scale.values(pack.scale, factors);
+      shift.values(pack.shift, terms);
+    }
     template <int kSize>
     __device__ __forceinline__ void store_modulated(const RowIndexer::Operand& out, int64_t column,
                                                     const float (&n)[kSize], float factor,

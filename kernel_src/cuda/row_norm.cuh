@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "fp8.cuh"
 #include "launch.cuh"
 #include "long_row.cuh"
 #include "pack.cuh"
@@ -127,6 +128,13 @@ __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& fo
 }
 
 template <class Norm, typename T, int kSize>
+__device__ __forceinline__ void center(const RowStatistics<T>& row, float (&h)[kSize]) {
+  if constexpr (Norm::kIsCentered)
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) h[j] = row.mean.subtracted_from(h[j]);
+}
+
+template <class Norm, typename T, int kSize>
 __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h)[kSize]) {
 #pragma unroll
   for (int j = 0; j < kSize; ++j) {
@@ -135,15 +143,40 @@ __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h
   }
 }
 
+// Quantizes the values of a row, with one more exchange. `largest` is a thread's largest magnitude. `output`
+// stores packs and the scale. All threads call it.
+template <int kThreadsPerRow, int kPacks, int kSize, class OutputRow>
+__device__ __forceinline__ void store_quantized(const OutputRow& output,
+                                                const RowPosition<kThreadsPerRow>& position, bool is_row,
+                                                const bool (&is_column)[kPacks],
+                                                const float (&values)[kPacks][kSize],
+                                                uint32_t (&largest)[1]) {
+  GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
+  const Fp8Quotient quotient(fp8_scale(largest[0]));
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i)
+    if (is_column[i]) output.store(position.pack(i) * kSize, values[i], quotient);
+  if (is_row && position.thread == 0) output.store_scale(quotient.scale);
+}
+
 // Second argument of __launch_bounds__. With 0 the compiler limits registers for more resident blocks, which
 // is right for 16 bits; for float32 some kernels would spill. With 1 it does not.
 template <typename T>
 constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
 
+// For short rows. A quantized layer norm of 320 threads would take 53 registers, with which three blocks fit;
+// with 48 four fit. With float16 they would spill.
+template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
+constexpr int kMinShortRowBlocks = Output::kIsQuantized && Norm::kIsCentered && Input::kOperands == 1 &&
+                                           kThreadsPerRow == 320 && std::is_same_v<T, __nv_bfloat16>
+                                       ? 4
+                                       : kMinBlocks<T>;
+
 // Short rows: kThreadsPerRow threads hold up to kRowPacks packs each in registers. A block has several rows
 // if they are narrow.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
-__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
+__global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
+                                  (kMinShortRowBlocks<T, Input, Norm, Output, kThreadsPerRow>))
     row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
   constexpr bool kUsesPivot = kUsesPivotFor<T, Norm>;
@@ -195,13 +228,27 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, kMinBlocks<T>)
         row_statistics<T, Norm, kUsesPivot, kSize, kThreadsPerRow>(for_each_pack, pivot, hidden, params.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) in[i].hide_from_compiler();
+    if constexpr (Output::kIsQuantized) {
+      float n[kPacks][kSize];
+      uint32_t largest[1] = {0};
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      if (is_column[i]) {
-        float n[kSize];
-        in[i].values(n);
-        normalize<Norm>(row, n);
-        output.store(position.pack(i) * kSize, factors[i], n);
+      for (int i = 0; i < kPacks; ++i) {
+        if (!is_column[i]) continue;
+        in[i].values(n[i]);
+        center<Norm>(row, n[i]);
+        output.modulate(position.pack(i) * kSize, factors[i], row.scale.high, n[i]);
+        largest[0] = max(largest[0], largest_magnitude(n[i]));
+      }
+      store_quantized(output, position, is_row, is_column, n, largest);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        if (is_column[i]) {
+          float n[kSize];
+          in[i].values(n);
+          normalize<Norm>(row, n);
+          output.store(position.pack(i) * kSize, factors[i], n);
+        }
       }
     }
   }
@@ -325,9 +372,19 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
 // ---------------------------------------------------------------------------------------------------------
 // Launch
 
+// Returns whether each pack of E4M3 values, one for each 16 bytes of input, can be stored at once.
+inline bool has_fp8_packs(const RowOperand& out, int ndim, int element_bytes) {
+  const int pack_bytes = kVectorBytes / element_bytes;
+  bool aligned = reinterpret_cast<uintptr_t>(out.data) % pack_bytes == 0;
+  for (int dim = 0; dim < ndim; ++dim) aligned = aligned && out.strides[dim] % pack_bytes == 0;
+  return aligned;
+}
+
 inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   bool vector = args.hidden * element_bytes % kVectorBytes == 0;
-  for (const RowOperand* operand : {&args.x, &args.residual, &args.residual_out, &args.out, &args.second_out})
+  vector = vector && (args.row_scale.data ? has_fp8_packs(args.out, args.shape.ndim, element_bytes)
+                                          : has_vector_rows(args.out, args.shape.ndim, element_bytes));
+  for (const RowOperand* operand : {&args.x, &args.residual, &args.residual_out, &args.second_out})
     vector = vector && has_vector_rows(*operand, args.shape.ndim, element_bytes);
   for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
                                      &args.second_shift, &args.weight, &args.bias})
@@ -388,8 +445,13 @@ void launch_general_gate(const char* operation, const RowNormParams& args, Strea
 template <class Norm>
 void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream);
 
+// Defined in quantized_norm.cu.
+template <class Input, class Norm>
+void launch_quantized(const char* operation, const RowNormParams& args, Stream stream);
+
 template <class Input, class Norm>
 void launch_modulated(const char* operation, const RowNormParams& args, Stream stream) {
+  if (args.row_scale.data) return launch_quantized<Input, Norm>(operation, args, stream);
   if (has_branch(args)) return launch_branch_norm<Norm>(operation, args, stream);
   if (!args.scale.data || !args.shift.data || args.second_out.data || has_mixed_dtypes(args))
     return launch_general<Input, Norm>(operation, args, stream);

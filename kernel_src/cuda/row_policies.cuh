@@ -195,6 +195,8 @@ struct LayerNorm {
 };
 
 struct NoOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     explicit Operands(const RowNormParams&) {}
   };
@@ -213,6 +215,8 @@ struct NoOutput {
 
 template <bool kHasWeight, bool kHasBias>
 struct AffineOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     RowIndexer::Operand out;
     const void* weight;
@@ -253,6 +257,8 @@ struct AffineOutput {
 // cost registers.
 template <bool kHasAffine>
 struct ModulatedOutput {
+  static constexpr bool kIsQuantized = false;
+
   struct Operands {
     RowIndexer::Operand out, scale, shift;
     const void* weight;
@@ -290,6 +296,26 @@ struct ModulatedOutput {
     }
     template <int kSize>
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack, float (&n)[kSize]) const {
+      modulate(column, pack, n, [](float s) { return 1.0f + s; });
+      store_floats(out + column, n);
+    }
+    // Leaves the result in n. The given values times norm_scale are normalized.
+    template <int kSize>
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float norm_scale,
+                                             float (&n)[kSize]) const {
+      if constexpr (kHasAffine) {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) n[i] *= norm_scale;
+        modulate(column, pack, n, [](float s) { return 1.0f + s; });
+      } else {  // one instruction less for each value
+        modulate(column, pack, n, [&](float s) { return fmaf(s, norm_scale, norm_scale); });
+      }
+    }
+
+   private:
+    template <int kSize, class FactorOf>
+    __device__ __forceinline__ void modulate(int64_t column, const Pack<kSize>& pack, float (&n)[kSize],
+                                             const FactorOf& factor_of) const {
       h100_diffusers_kernels::Pack<T, kSize> late;
       if (kHasAffine && weight) {
         late.load(weight + column);
@@ -303,8 +329,7 @@ struct ModulatedOutput {
       pack.scale.to_floats(factors);
       pack.shift.to_floats(offsets);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], 1.0f + factors[i], offsets[i]);
-      store_floats(out + column, n);
+      for (int i = 0; i < kSize; ++i) n[i] = fmaf(n[i], factor_of(factors[i]), offsets[i]);
     }
   };
 };

@@ -22,27 +22,30 @@ __device__ __forceinline__ float larger_magnitude(float a, float b) {
 // Returns the scale of values of which this is the largest magnitude: 0 if it would be subnormal, NaN if the
 // magnitude is not finite.
 __device__ __forceinline__ float fp8_scale(uint32_t largest) {
-  constexpr uint32_t kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
-  constexpr float kSmallestNormal = 0x1p-126f;
-  if (largest >= kInfinity) return __uint_as_float(kNaN);
-  const float scale = __fdiv_rn(__uint_as_float(largest), kLargestFp8);
+  constexpr float kSmallestNormal = 0x1p-126f, kInverse = 1.0f / kLargestFp8;
+  // The correctly rounded quotient, from an approximate one (Markstein, 1990).
+  const float x = __uint_as_float(largest), quotient = x * kInverse;
+  const float scale = fmaf(fmaf(-quotient, kLargestFp8, x), kInverse, quotient);
   return scale < kSmallestNormal ? 0.0f : scale;
 }
 
-// Divides by a scale, with the rounding of a float32 division.
+// Divides by a scale of fp8_scale. The quotient may differ from the float32 division's in the last place, but
+// rounds to the same E4M3 value: tried for all significands of scales, with the values beside all bounds
+// between E4M3 values. From scales of 2^100 on the error of the inverse is less exact.
 struct Fp8Quotient {
-  float scale, inverse;
+  float scale, inverse, inverse_error;  // 1 / scale is inverse + inverse_error
 
+  // A scale is 0, NaN, or from 2^-126 to 2^120, so that the inverse is normal.
   __device__ __forceinline__ explicit Fp8Quotient(float scale) : scale(scale) {
-    inverse = scale == 0.0f ? 0.0f : __frcp_rn(scale);
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(scale));
+    inverse = scale == 0.0f ? 0.0f : fmaf(fmaf(-scale, estimate, 1.0f), estimate, estimate);
+    const float residual = fmaf(-inverse, scale, 1.0f);
+    inverse_error = residual * inverse;
+    inverse_error = fmaf(inverse_error, residual, inverse_error);
   }
 
-  // The inverse is correctly rounded, so that one correction gives the correctly rounded quotient (Markstein,
-  // 1990).
-  __device__ __forceinline__ float operator()(float x) const {
-    const float quotient = x * inverse;
-    return fmaf(fmaf(-quotient, scale, x), inverse, quotient);
-  }
+  __device__ __forceinline__ float operator()(float x) const { return fmaf(x, inverse, x * inverse_error); }
 };
 
 // Rounds values to nearest even. NaN stays NaN.
@@ -57,10 +60,10 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
 
 template <int kSize>
 __device__ __forceinline__ uint32_t largest_magnitude(const float (&values)[kSize]) {
-  uint32_t largest = 0;
+  float largest = fabsf(values[0]);
 #pragma unroll
-  for (const float value : values) largest = max(largest, magnitude_of(value));
-  return largest;
+  for (int i = 1; i < kSize; ++i) largest = larger_magnitude(largest, values[i]);
+  return __float_as_uint(largest);
 }
 
 // One store for a pack. kSize: 1, 4 or 8

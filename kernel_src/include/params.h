@@ -97,7 +97,7 @@ struct RowNormParams {
 // Returns whether the operation has parts that only branch_norm computes on CUDA.
 inline bool has_branch(const RowNormParams& p) {
   return p.addend.data || p.normalizes_x || p.has_tanh_gate || p.gate_row.data || p.scale_row.data ||
-         p.shift_row.data || p.index.data || p.row_scale.data;
+         p.shift_row.data || p.index.data;
 }
 
 // Returns whether a modulator is float32 with rows of a 16-bit dtype.

@@ -5,6 +5,7 @@
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "async_copy.cuh"
 
@@ -47,10 +48,14 @@ struct UnsignedMax {
 // Reduces over aligned groups of kLanes lanes (a power of two up to 32). Every lane gets the result.
 template <class Operation, int kLanes, typename Value>
 __device__ __forceinline__ Value warp_reduce(Value value) {
+  if constexpr (std::is_same_v<Operation, UnsignedMax> && kLanes == kWarpThreads) {
+    return __reduce_max_sync(0xffffffffu, value);  // one instruction
+  } else {
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2)
-    value = Operation::combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  return value;
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      value = Operation::combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+  }
 }
 
 // Returns this block's rank in its cluster.
