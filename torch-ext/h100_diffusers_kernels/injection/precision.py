@@ -34,6 +34,7 @@ class Layers(NamedTuple):
         layers: layers of a block, by their names in it.
         source: where the choice comes from.
         fast_only: layers that only "fp8-fast" quantizes.
+        fast_blocks: lists of blocks that only "fp8-fast" quantizes.
         ends: the number of blocks at the start and at the end of the first list that "fp8" leaves.
         fast_ends: the same for "fp8-fast".
     """
@@ -42,6 +43,7 @@ class Layers(NamedTuple):
     layers: tuple[str, ...]
     source: str
     fast_only: tuple[str, ...] = ()
+    fast_blocks: tuple[str, ...] = ()
     ends: tuple[int, int] = (0, 0)
     fast_ends: tuple[int, int] = (0, 0)
 
@@ -120,8 +122,14 @@ LAYERS: dict[str, Layers] = {
         ("layers", "control_layers"),
         ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
         f"{_TORCHAO}; with modulations and embedders in FP8, too, images were reported to be noise",
+        fast_blocks=("noise_refiner", "control_noise_refiner"),
     ),
-    "Lumina 2": Layers(("layers",), (*_ATTENTION, "feed_forward.linear_*"), "as Z-Image"),
+    "Lumina 2": Layers(
+        ("layers",),
+        (*_ATTENTION, "feed_forward.linear_*"),
+        "as Z-Image",
+        fast_blocks=("noise_refiner",),
+    ),
     "Krea 2": Layers(
         ("transformer_blocks",),
         (*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down"),
@@ -222,27 +230,30 @@ def is_named(pattern: str, prefix: str, *names: str) -> bool:
 
 
 def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str) -> str | None:
-    for number, blocks in enumerate(table.blocks):
+    for number, blocks in enumerate(table.blocks + table.fast_blocks):
         match = re.fullmatch(rf"({_expression(blocks)})\.(\d+)\.(.*)", name)
         if match is None:
             continue
-        path, index, layer = match.groups()
-        is_safe, is_fast = (
-            any(re.fullmatch(_expression(pattern), layer) for pattern in patterns)
-            for patterns in (table.layers, table.fast_only)
-        )
+        path, index, layer = match[1], int(match[2]), match[3]
+        if not _is_one_of(table.layers + table.fast_only, layer):
+            continue
         length = len(model.get_submodule(path)._modules)
-        first, last = table.ends if number == 0 else (0, 0)
-        fast_first, fast_last = table.fast_ends if number == 0 else (0, 0)
-        is_end = not first <= int(index) < length - last
-        if not is_safe and not is_fast:
-            break
-        if not fast_first <= int(index) < length - fast_last:
+        ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else ((0, 0), (0, 0))
+        if _is_at_end(index, length, fast_ends):
             return "its block is one of the first or last"
-        if precision == FP8 and (is_fast or is_end):
+        is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
+        if precision == FP8 and (is_fast or _is_at_end(index, length, ends)):
             return f"only {FP8_FAST} quantizes it"
         return None
     return "it is no attention's or feed-forward's layer in a block"
+
+
+def _is_at_end(index: int, length: int, ends: tuple[int, int]) -> bool:
+    return not ends[0] <= index < length - ends[1]
+
+
+def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
+    return any(re.fullmatch(_expression(pattern), name) for pattern in patterns)
 
 
 def _expression(pattern: str) -> str:
