@@ -210,9 +210,7 @@ def linear_layers(model: nn.Module, path: str = "", public_path: str = "") -> It
 
 def unmatched(keep: Sequence[str], models: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """The patterns that match no linear layer of these models."""
-    layers = [
-        (prefix, *names) for prefix, model in models for *names, _ in linear_layers(model)
-    ]
+    layers = [(prefix, *names) for prefix, model in models for *names, _ in linear_layers(model)]
     return [p for p in keep if not any(is_named(p, *names) for names in layers)]
 
 
