@@ -408,10 +408,7 @@ def _check_precision(precision: Any, keep: Any) -> dict[str, Any]:
         raise ValueError(f"inject_kernels: precision must be {accepted}, got {precision!r}")
     is_sequence = isinstance(keep, Sequence) and not isinstance(keep, str)
     if not is_sequence or not all(isinstance(name, str) for name in keep):
-        raise TypeError(
-            f"inject_kernels: keep must be a sequence of strings, got a {type(keep).__name__}"
-            + (" of other values" if is_sequence else "")
-        )
+        raise TypeError(f"inject_kernels: keep must be a sequence of strings, got {keep!r}")
     if keep and precision is None:
         raise ValueError(
             f"inject_kernels: keep must be empty without a precision, got {list(keep)}"

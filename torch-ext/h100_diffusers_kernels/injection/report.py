@@ -119,8 +119,8 @@ class InjectionReport:
         replaced: each module replaced: its qualified name, its class, its replacement.
         left_alone: each module considered and not changed, or not as a whole: its qualified name, its class,
             why.
-        quantized: the names of the linear layers whose weights ``precision`` quantized to FP8. Those that it did
-            not quantize are in ``left_alone``.
+        quantized: the names of the linear layers that ``precision`` quantized to FP8. The others are in
+            ``left_alone``.
         already_injected: whether everything was in place before the call, which changed nothing.
         levels: how much of each model runs on the kernels, by its name in the pipeline ("" if it was passed
             by itself): "in full" (its class is known as a whole), "in part" (its norms, activations and
