@@ -6,14 +6,13 @@ import copy
 import gc
 import logging
 import re
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -266,20 +265,10 @@ def test_weight(kernel, device, dtype, monkeypatch):
 
 def test_compiler_configuration(kernel, device):
     """torchao's ``quantize_`` would set autotuning, with which compilations take minutes."""
-    code = """
-import torch._inductor.config as config
-before = config.get_config_copy()
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_injection_precision as tests
-from conftest import load_kernel
-kernel = load_kernel()
-tests.part_of(kernel, "precision").MIN_FEATURES = 16
-kernel.inject_kernels(tests.model_of(tests.FLUX, "cpu"), precision="fp8")
-after = config.get_config_copy()
-assert before == after, {k: after[k] for k in before if before[k] != after[k]}
-"""
-    subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], check=True)
+    before = inductor.get_config_copy()
+    kernel.inject_kernels(model_of(FLUX, device), precision="fp8")
+    after = inductor.get_config_copy()
+    assert after == before
 
 
 # --------------------------------------------------------------------------------------------------
