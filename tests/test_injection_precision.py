@@ -173,16 +173,19 @@ def test_every_family_has_a_table(kernel):
 @both
 @every_family
 def test_quantized(kernel, device, family, precision):
-    """Only layers of blocks, no modulations, and every linear layer is quantized or reported."""
+    """Every linear layer is quantized or reported. Of a block's, only modulations are never quantized."""
     model = model_of(family, device)
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     report = kernel.inject_kernels(model, precision=precision)
     quantized = set(report.quantized)
     assert quantized
-    assert not any(
-        re.search(r"_mod\.|modulation|norm|adaLN|embed|text_fusion|token_", name)
-        for name in quantized
+    others = re.compile(
+        r"_mod\.|modulation|norm|ada|embed|text_fusion|token_refiner|context_refiner"
     )
+    assert not any(others.search(name) for name in quantized)
+    never = {e.name for e in report.left_alone if "no attention's or feed" in e.reason}
+    in_blocks = [name for name in never if name.startswith(family.block_lists)]
+    assert all(others.search(name) for name in in_blocks), in_blocks
     left = {e.name for e in report.left_alone if e.reason.startswith("not quantized: ")}
     assert quantized | left == names and not quantized & left
     stand_ins = {e.name for e in report.replaced if e.replacement == "quantize_fp8, linear_fp8"}

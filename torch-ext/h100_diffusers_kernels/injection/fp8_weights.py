@@ -86,10 +86,9 @@ def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) ->
         new, on_host = quantized(values), values.cpu()
         if parameter.is_meta:  # its hook makes a new parameter for each call
             parameter = nn.Parameter(on_host, requires_grad=parameter.requires_grad)
-        else:
-            parameter.data = on_host
         setattr(layer, _ORIGINAL, Original(parameter))
         _set_weight(layer, nn.Parameter(new, requires_grad=False))
+        parameter.data = on_host  # last, so that a failure leaves it where it was
 
 
 def let_go(layers: Iterable[nn.Linear]) -> None:
@@ -106,23 +105,23 @@ def restore(modules: Iterable[nn.Module]) -> tuple[int, int]:
     A layer whose weight was replaced keeps that.
 
     Returns:
-        The number of layers restored, and of those whose original was let go.
+        The number of layers restored, and of those that stay quantized because the original was let go.
     """
-    restored = kept = 0
+    restored = still_quantized = 0
     for module in modules:
         original: Original | None = vars(module).pop(_ORIGINAL, None)
         if original is None or not is_quantized(module):
             continue
         parameter = original.parameter
         if parameter is None:
-            kept += 1
+            still_quantized += 1
             continue
         restored += 1
         device: Any = module.weight.device
         if device.type != "meta":
             parameter.data = parameter.data.to(device)
         _set_weight(module, parameter)
-    return restored, kept
+    return restored, still_quantized
 
 
 @contextmanager

@@ -431,11 +431,10 @@ def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]
             "inject_kernels: each name in keep must match a linear layer or a module around one, "
             f"got {pattern!r}"
         )
-    reports = [plan.injection.report for plan in known if not plan.quantized]
-    if len(reports) == len(known) and not any(
-        plan.is_in_place or has_quantized(plan.injection.report) for plan in known
+    if not any(
+        plan.quantized or plan.is_in_place or has_quantized(plan.injection.report) for plan in known
     ):
-        reasons = {entry.reason: None for report in reports for entry in report.left_alone}
+        reasons = {e.reason: None for plan in known for e in plan.injection.report.left_alone}
         raise ValueError(
             f"inject_kernels: precision={precision!r} needs a layer that can be quantized, "
             f"got a {type(pipe_or_model).__name__} without one: {'; '.join(reasons)}"
