@@ -55,6 +55,15 @@ STATEMENTS = {
         "`torch.set_default_device` does not count as a mode": (
             "test_injection_foreign_code.py::test_a_default_device_changes_nothing"
         ),
+        "`eject_kernels` gives back the same parameters, bit for bit": (
+            "test_injection_precision.py::test_ejection"
+        ),
+        "`precision=` imports torchao and leaves Inductor's configuration as it is": (
+            "test_injection_precision.py::test_compiler_configuration"
+        ),
+        "`fuse_lora` adds it to the original weight and quantizes the sum": (
+            "test_injection_precision.py::test_fuse"
+        ),
         "The mask of a padded text is supported": (
             "test_injection_attention.py::test_padding_has_no_weight"
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -36,9 +36,12 @@ from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .fp8_linears import FP8_LINEAR, FP8_LINEAR_IN_PART
+from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
+from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
+from .precision import PRECISIONS, Chosen, choose_layers, has_quantized, unmatched
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
@@ -69,6 +72,7 @@ class _Plan(NamedTuple):
     model: nn.Module
     injection: Injection
     stand_ins: list[StandIn]
+    quantized: list[Chosen]
     is_in_place: bool = False
 
     @property
@@ -85,6 +89,9 @@ def inject_kernels(
     attention: bool = True,
     cuda_graphs: bool = False,
     max_cuda_graphs: int = 8,
+    precision: str | None = None,
+    keep: Sequence[str] = (),
+    keep_originals: bool = True,
 ) -> InjectionReport:
     """Makes a diffusers model, or each denoising model and autoencoder of a pipeline, run on this package's
     kernels.
@@ -124,6 +131,14 @@ def inject_kernels(
             draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
             captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
+        precision: None, "fp8" or "fp8-fast". With either, the linear layers of a known class's blocks are
+            quantized by torchao's dynamic FP8: E4M3 with a scale for each row of the weight and of the input.
+            "fp8" quantizes those that published FP8 models quantize without visible loss, "fp8-fast" more of
+            them. The other models of a pipeline keep their weights. Needs torchao.
+        keep: names of linear layers that keep their precision, or of modules around them, with ``*`` and
+            ``?`` as in ``fnmatch``.
+        keep_originals: whether the original weights of quantized layers stay in host memory, from which
+            :func:`eject_kernels` restores them. False frees them after the injection.
 
     Returns:
         The report: each module replaced, and each left alone with the reason. It is also logged,
@@ -131,9 +146,11 @@ def inject_kernels(
 
     Raises:
         ValueError: if ``pipe_or_model`` holds nothing that there are kernels for, or was injected with other
-            options (eject the kernels first), or if ``max_cuda_graphs`` is less than 1. Nothing is changed
-            then.
+            options (eject the kernels first), or if ``max_cuda_graphs`` is less than 1. With a precision: if
+            it is another, if no layer can be quantized, if weights are neither bfloat16 nor float16, or if a
+            name in ``keep`` matches no linear layer. Nothing is changed then.
         TypeError: if an option is of another type, or ``pipe_or_model`` is neither a module nor a pipeline.
+        ImportError: if a precision is given, and torchao is missing or too old.
 
     Example::
 
@@ -141,8 +158,12 @@ def inject_kernels(
         print(report)
     """
     options = _check_options(
-        attention=attention, cuda_graphs=cuda_graphs, max_cuda_graphs=max_cuda_graphs
+        attention=attention,
+        cuda_graphs=cuda_graphs,
+        max_cuda_graphs=max_cuda_graphs,
+        keep_originals=keep_originals,
     )
+    options.update(_check_precision(precision, keep))
     look_up_libraries()
     report = InjectionReport()
     pool = Pool()
@@ -162,9 +183,17 @@ def inject_kernels(
             f"activations or attentions of diffusers or PyTorch, got a {type(pipe_or_model).__name__} "
             "without one"
         )
+    if precision is not None:
+        _check_plans(pipe_or_model, plans, options)
+        if any(plan.quantized for plan in plans):
+            quantized = load_quantizer(precision)
     report.already_injected = all(plan.is_in_place or plan.found_nothing for plan in plans)
     try:
         for plan in plans:
+            if plan.quantized:
+                quantize((chosen.layer for chosen in plan.quantized), quantized)
+                renew_group_offloading(plan.model)
+                follow_lora(plan.model)
             for stand_in in plan.stand_ins:
                 put_in(stand_in)
             if plan.stand_ins:
@@ -175,6 +204,8 @@ def inject_kernels(
             if not plan.is_in_place:
                 _undo(plan.model, plan.injection)
         raise
+    if not keep_originals:
+        let_go(chosen.layer for plan in plans for chosen in plan.quantized)
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
@@ -182,8 +213,10 @@ def inject_kernels(
 def eject_kernels(pipe_or_model: Any) -> None:
     """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
 
-    A module whose forward was replaced by something else after the injection keeps that. Without an
-    injection, nothing happens.
+    A module whose forward was replaced by something else after the injection keeps that. Layers that the
+    injection quantized get back their weights, bit for bit and the same objects, on the device where they are
+    by then; with ``keep_originals=False`` they stay quantized, which is logged. Without an injection, nothing
+    happens.
 
     Args:
         pipe_or_model: as for :func:`inject_kernels`.
@@ -197,16 +230,29 @@ def eject_kernels(pipe_or_model: Any) -> None:
             if injection is not None:
                 _undo(module, injection)
                 logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
-        take_out(
-            component.modules()
-        )  # stand-ins that a wrapper put back, or that were copied alone
+        # Stand-ins that a wrapper put back, and parts that were copied alone.
+        _restore(component, list(component.modules()))
 
 
 def _undo(model: nn.Module, injection: Injection) -> None:
     injection.is_over = True
     modules = (reference() for reference in injection.modules)
-    take_out([*model.modules(), *(module for module in modules if module is not None)])
+    _restore(model, [*model.modules(), *(module for module in modules if module is not None)])
     vars(model).pop(_INJECTION, None)
+
+
+def _restore(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Gives modules of a model their forwards and their weights."""
+    take_out(modules)
+    unfollow_lora(modules)
+    restored, still_quantized = restore(modules)
+    if restored:
+        renew_group_offloading(model)
+    if still_quantized:
+        logger.info(
+            "eject_kernels: %s linear layers stay quantized, because keep_originals was False",
+            still_quantized,
+        )
 
 
 def _plan(
@@ -218,13 +264,15 @@ def _plan(
     """
     if pool is None:
         options = {**options, "cuda_graphs": False}
+    if family is None:
+        options = {**options, **_check_precision(None, ()), "keep_originals": True}
     injection = vars(model).get(_INJECTION)
     if injection is not None:
         compared = ("attention",) if pool is None else options
         changed = [key for key in compared if injection.options[key] != options[key]]
         if not changed:
             injection.report.model_name = name
-            return _Plan(model, injection, [], is_in_place=True)
+            return _Plan(model, injection, [], [], is_in_place=True)
         before, now = (
             ", ".join(f"{key}={each[key]}" for key in changed)
             for each in (injection.options, options)
@@ -236,7 +284,7 @@ def _plan(
     injection = Injection(name, options)
     report = injection.report
     stand_ins: list[StandIn] = []
-    plan = _Plan(model, injection, stand_ins)
+    plan = _Plan(model, injection, stand_ins, [])
     reason = why_unsupported()
     if getattr(model, "_parallel_config", None) is not None:
         reason = "parallelism is on: each rank holds a part of the tokens only"
@@ -244,7 +292,13 @@ def _plan(
         report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL
         return plan
-    specs = _specs_in_part(model) if family is None else _specs_of_family(model, family)
+    if family is not None and options["precision"] is not None:
+        plan.quantized.extend(choose_layers(model, family.name, options, report))
+        report.quantized.extend(chosen.name for chosen in plan.quantized)
+    if family is None:
+        specs = _specs_in_part(model)
+    else:
+        specs = _specs_of_family(model, family, {id(chosen.layer) for chosen in plan.quantized})
     for module_name, module, spec in specs:
         stand_ins += _stand_ins(module_name, module, spec, injection)
         for path in () if family is None else getattr(spec, "inner", ()):
@@ -273,11 +327,13 @@ def _plan(
 _Specs = Iterator[tuple[str, nn.Module, PatchSpec]]
 
 
-def _specs_of_family(model: nn.Module, family: Family) -> _Specs:
+def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) -> _Specs:
     for name, module in model.named_modules():
         specs = (family.outside.get(name), *family.specs, FP8_LINEAR)
         matching = [spec for spec in specs if spec and spec.matches(module)]
-        if matching:
+        if id(module) in to_quantize:
+            yield name, module, FP8_LINEAR
+        elif matching:
             # Attention of one class may have a processor of each of several files.
             yield name, module, min(matching, key=lambda spec: spec.why_not(module) is not None)
 
@@ -340,6 +396,49 @@ def _check_options(**options: Any) -> dict[str, Any]:
     if count < 1:
         raise ValueError(f"inject_kernels: max_cuda_graphs must be 1 or more, got {count}")
     return options
+
+
+def _check_precision(precision: Any, keep: Any) -> dict[str, Any]:
+    accepted = " or ".join(["None", *map(repr, PRECISIONS)])
+    if not isinstance(precision, (str, type(None))):
+        raise TypeError(
+            f"inject_kernels: precision must be {accepted}, got a {type(precision).__name__}"
+        )
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"inject_kernels: precision must be {accepted}, got {precision!r}")
+    is_sequence = isinstance(keep, Sequence) and not isinstance(keep, str)
+    if not is_sequence or not all(isinstance(name, str) for name in keep):
+        raise TypeError(f"inject_kernels: keep must be a sequence of strings, got {keep!r}")
+    if keep and precision is None:
+        raise ValueError(
+            f"inject_kernels: keep must be empty without a precision, got {list(keep)}"
+        )
+    return {"precision": precision, "keep": tuple(keep)}
+
+
+def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]) -> None:
+    """Raises ValueError if a precision is asked for without effect."""
+    precision = options["precision"]
+    known = [plan for plan in plans if family_of(plan.model) is not None]
+    if not known:
+        raise ValueError(
+            f"inject_kernels: with precision={precision!r} pipe_or_model must be or hold a "
+            f"{known_models()}, got a {type(pipe_or_model).__name__} without one"
+        )
+    models = [(plan.injection.report.model_name, plan.model) for plan in known]
+    for pattern in unmatched(options["keep"], models):
+        raise ValueError(
+            "inject_kernels: each name in keep must match a linear layer or a module around one, "
+            f"got {pattern!r}"
+        )
+    if not any(
+        plan.quantized or plan.is_in_place or has_quantized(plan.injection.report) for plan in known
+    ):
+        reasons = {e.reason: None for plan in known for e in plan.injection.report.left_alone}
+        raise ValueError(
+            f"inject_kernels: precision={precision!r} needs a layer that can be quantized, "
+            f"got a {type(pipe_or_model).__name__} without one: {'; '.join(reasons)}"
+        )
 
 
 def _components(caller: str, pipe_or_model: Any) -> Iterator[tuple[str, nn.Module]]:

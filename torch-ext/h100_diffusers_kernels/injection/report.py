@@ -119,6 +119,8 @@ class InjectionReport:
         replaced: each module replaced: its qualified name, its class, its replacement.
         left_alone: each module considered and not changed, or not as a whole: its qualified name, its class,
             why.
+        quantized: the names of the linear layers that ``precision`` quantized to FP8. The others are in
+            ``left_alone``.
         already_injected: whether everything was in place before the call, which changed nothing.
         levels: how much of each model runs on the kernels, by its name in the pipeline ("" if it was passed
             by itself): "in full" (its class is known as a whole), "in part" (its norms, activations and
@@ -131,6 +133,7 @@ class InjectionReport:
 
     replaced: list[Replaced] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
     already_injected: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     model_name: str = ""
@@ -189,6 +192,7 @@ class InjectionReport:
         prefix = other.model_name
         self.replaced += [e._replace(name=join(prefix, e.name)) for e in other.replaced]
         self.left_alone += [e._replace(name=join(prefix, e.name)) for e in other.left_alone]
+        self.quantized += [join(prefix, name) for name in other.quantized]
         self.levels.update({join(prefix, name): level for name, level in other.levels.items()})
         self.parts.append(other)
 
@@ -196,6 +200,8 @@ class InjectionReport:
         already = " (before this call already)" if self.already_injected else ""
         lines = [f"{self.num_replaced} replaced{already}, {self.num_left_alone} left alone"]
         lines += [self._level(name) for name in self.levels]
+        if self.quantized:
+            lines.append(f"{len(self.quantized)} linear layers quantized to FP8")
         lines += _entries("replaced", self.replaced) + _entries("left alone", self.left_alone)
         calls = self.calls
         on_kernels = sum(c.on_kernels for c in calls)

@@ -1,0 +1,920 @@
+"""``inject_kernels(precision=...)``: which layers are quantized, their values, and everything that users do
+with such a model."""
+
+import collections
+import copy
+import gc
+import logging
+import re
+import sys
+import weakref
+
+import diffusers
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8_models
+from changes import offload
+from checks import operators_of
+from families import FAMILIES, KERNEL_HEADS, every_family
+from fp8_models import is_quantized
+from graphs import graphs  # noqa: F401
+from small_models import BY_NAME, run
+
+pytestmark = pytest.mark.usefixtures("_one_thread", "_small_layers")
+
+BFLOAT16 = torch.bfloat16
+LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
+# So many that some are neither among the first nor among the last that "fp8" leaves.
+BLOCKS = {"ltx": 5, "ltx2": 5, "wan": 7, "qwenimage": 5, "qwenimage21": 5}
+both = pytest.mark.parametrize("precision", ["fp8", "fp8-fast"])
+
+
+def part_of(kernel, name):
+    return sys.modules[f"{kernel.__name__}.injection.{name}"]
+
+
+@pytest.fixture
+def _small_layers(kernel, monkeypatch):
+    """The tests' models have only small layers."""
+    monkeypatch.setattr(part_of(kernel, "precision"), "MIN_FEATURES", 16)
+
+
+def model_of(family, device, dtype=BFLOAT16, **config):
+    if family.name in BLOCKS:
+        config = {"blocks": BLOCKS[family.name], **config}
+    return family.model(device, dtype, **KERNEL_HEADS, **config).requires_grad_(False)
+
+
+def quantized_names(model):
+    """The names of quantized layers, without those of adapters."""
+    return [
+        name.replace(".base_layer", "")
+        for name, module in model.named_modules()
+        if is_quantized(module)
+    ]
+
+
+def kinds(names):
+    return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names}
+
+
+def quantize_by_hand(model, names):
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.weight = fp8_models.quantized(layer.weight.data)
+
+
+def assert_close(out, expected, slack):
+    assert torch.isfinite(out).all()
+    distance = (out.double() - expected.double()).norm() / expected.double().norm()
+    assert distance <= slack, distance
+
+
+# --------------------------------------------------------------------------------------------------
+# Which layers
+
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.*"]
+ADDED = ["add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+FEED_FORWARD = ["net.*.proj", "net.*"]
+
+
+def names_in(prefix, *groups):
+    return {f"{prefix}.{child}.{name}" for child, names in groups for name in names}
+
+
+TWO_STREAMS = names_in(
+    "transformer_blocks.*",
+    ("attn", ATTENTION + ADDED),
+    ("ff", FEED_FORWARD),
+    ("ff_context", FEED_FORWARD),
+)
+SINGLE = names_in("single_transformer_blocks.*", ("attn", ["to_q", "to_k", "to_v"])) | {
+    "single_transformer_blocks.*.proj_mlp",
+    "single_transformer_blocks.*.proj_out",
+}
+OF_LTX = names_in(
+    "transformer_blocks.*", ("attn1", ATTENTION), ("attn2", ATTENTION), ("ff", FEED_FORWARD)
+)
+FF_OF_WAN = names_in("blocks.*", ("ffn", FEED_FORWARD))
+OF_LUMINA2 = [("attn", ATTENTION), ("feed_forward", ["linear_1", "linear_2", "linear_3"])]
+# By family: the layers of "fp8", and those that "fp8-fast" adds.
+EXPECTED = {
+    "ltx": (OF_LTX, set()),
+    "flux": (TWO_STREAMS | SINGLE, set()),
+    "chroma": (TWO_STREAMS | SINGLE, set()),
+    "hunyuan_video": (TWO_STREAMS | SINGLE, set()),
+    "hunyuan_video15": (TWO_STREAMS, set()),
+    "flux2": (
+        names_in(
+            "transformer_blocks.*",
+            ("attn", ATTENTION + ADDED),
+            ("ff", ["linear_in", "linear_out"]),
+            ("ff_context", ["linear_in", "linear_out"]),
+        )
+        | names_in("single_transformer_blocks.*", ("attn", ["to_qkv_mlp_proj", "to_out"])),
+        set(),
+    ),
+    "wan": (FF_OF_WAN, names_in("blocks.*", ("attn1", ATTENTION), ("attn2", ATTENTION))),
+    "qwenimage": (
+        names_in(
+            "transformer_blocks.*",
+            ("attn", ATTENTION + ADDED),
+            ("img_mlp", FEED_FORWARD),
+            ("txt_mlp", FEED_FORWARD),
+        ),
+        set(),
+    ),
+    "sd3": (TWO_STREAMS | names_in("transformer_blocks.*", ("attn2", ATTENTION)), set()),
+    "lumina2": (names_in("layers.*", *OF_LUMINA2), names_in("noise_refiner.*", *OF_LUMINA2)),
+    "krea2": (
+        names_in(
+            "transformer_blocks.*",
+            ("attn", [*ATTENTION, "to_gate"]),
+            ("ff", ["gate", "up", "down"]),
+        ),
+        set(),
+    ),
+}
+# Blocks by index that "fp8" quantizes in models of ``BLOCKS`` blocks.
+MIDDLE = {"ltx": {2}, "ltx2": {2}, "wan": {3}, "qwenimage": {2}, "qwenimage21": {2}}
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name in FAMILIES])
+def test_layers(kernel, device, name):
+    safe, fast = EXPECTED[name]
+    for precision, expected in (("fp8", safe), ("fp8-fast", safe | fast)):
+        model = model_of(FAMILIES[name], device)
+        report = kernel.inject_kernels(model, precision=precision)
+        assert kinds(report.quantized) == expected
+        assert sorted(report.quantized) == sorted(quantized_names(model))
+
+
+@pytest.mark.parametrize("name", [name for name in MIDDLE if name in FAMILIES])
+def test_ends(kernel, device, name):
+    """ "fp8" leaves the first and last blocks. "fp8-fast" leaves those of Wan."""
+
+    def indices(precision):
+        report = kernel.inject_kernels(model_of(FAMILIES[name], device), precision=precision)
+        return {int(re.search(r"blocks\.(\d+)\.", name)[1]) for name in report.quantized}
+
+    assert indices("fp8") == MIDDLE[name]
+    assert indices("fp8-fast") == (MIDDLE[name] if name == "wan" else set(range(BLOCKS[name])))
+
+
+def test_every_family_has_a_table(kernel):
+    families = {family.name for family in part_of(kernel, "inject").FAMILIES}
+    assert set(part_of(kernel, "precision").LAYERS) == families
+
+
+@both
+@every_family
+def test_quantized(kernel, device, family, precision):
+    """Every linear layer is quantized or reported. Of a block's, only modulations are never quantized."""
+    model = model_of(family, device)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    report = kernel.inject_kernels(model, precision=precision)
+    quantized = set(report.quantized)
+    assert quantized
+    others = re.compile(
+        r"_mod\.|modulation|norm|ada|embed|text_fusion|token_refiner|context_refiner"
+    )
+    assert not any(others.search(name) for name in quantized)
+    never = {e.name for e in report.left_alone if "no attention's or feed" in e.reason}
+    in_blocks = [name for name in never if name.startswith(family.block_lists)]
+    assert all(others.search(name) for name in in_blocks), in_blocks
+    left = {e.name for e in report.left_alone if e.reason.startswith("not quantized: ")}
+    assert quantized | left == names and not quantized & left
+    stand_ins = {e.name for e in report.replaced if e.replacement == "quantize_fp8, linear_fp8"}
+    assert stand_ins == quantized
+
+
+@both
+@every_family
+def test_values(kernel, device, family, precision):
+    """The same bits as with layers quantized by hand, and close to the original model."""
+    model = model_of(family, device)
+    by_hand, plain = copy.deepcopy(model), copy.deepcopy(model)
+    arguments = family.inputs(device, BFLOAT16)
+    report = kernel.inject_kernels(model, precision=precision)
+    quantize_by_hand(by_hand, report.quantized)
+    kernel.inject_kernels(by_hand)
+    out = run(model, arguments)
+    assert torch.equal(out, run(by_hand, arguments))
+    expected = run(plain, arguments)
+    assert not torch.equal(out, expected)
+    assert_close(out, expected, 0.2)
+    calls, expected_calls = (
+        collections.Counter(operators_of(run, each, arguments)) for each in (model, by_hand)
+    )
+    assert calls == expected_calls
+    assert calls["linear_fp8"] > 0 and "_scaled_mm" not in calls
+
+
+@both
+def test_unet(kernel, device, precision):
+    small = BY_NAME["unet"]
+    model = small.model(device, BFLOAT16).requires_grad_(False)
+    report = kernel.inject_kernels(model, precision=precision)
+    assert report.quantized
+    assert all(".transformer_blocks." in name for name in report.quantized)
+    assert any(".attn1." in name for name in report.quantized)
+    plain = small.model(device, BFLOAT16)
+    arguments = small.arguments(device, BFLOAT16)
+    assert_close(run(model, arguments), run(plain, arguments), 0.1)
+
+
+def test_fused_projections(kernel, device):
+    model = model_of(FLUX, device)
+    model.fuse_qkv_projections()
+    report = kernel.inject_kernels(model, precision="fp8")
+    assert {
+        "transformer_blocks.*.attn.to_qkv",
+        "transformer_blocks.*.attn.to_added_qkv",
+        "single_transformer_blocks.*.attn.to_qkv",
+    } <= kinds(report.quantized)
+
+
+def test_small_layers(kernel, device, monkeypatch):
+    monkeypatch.setattr(part_of(kernel, "precision"), "MIN_FEATURES", 512)
+    model = model_of(FLUX, device)
+    with pytest.raises(ValueError, match="it has fewer than 512 features in or out"):
+        kernel.inject_kernels(model, precision="fp8")
+    assert_unchanged(model)
+    monkeypatch.setattr(part_of(kernel, "precision"), "MIN_FEATURES", 128)
+    names = kernel.inject_kernels(model, precision="fp8").quantized
+    assert "transformer_blocks.0.attn.to_q" in names
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
+def test_weight(kernel, device, dtype, monkeypatch):
+    """As torchao's ``quantize_`` makes it, also if it is quantized in parts."""
+    weight = torch.randn(50, 64, device=device, dtype=dtype)
+    expected = fp8_models.quantized(weight)
+    for at_once in (2**24, 64 * 7, 1):
+        monkeypatch.setattr(part_of(kernel, "fp8_weights"), "_AT_ONCE", at_once)
+        made = part_of(kernel, "fp8_weights").load_quantizer("fp8")(weight)
+        assert type(made) is type(expected.data) and made.dtype == dtype
+        assert torch.equal(made.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
+        assert torch.equal(made.scale, expected.scale)
+        for name in type(made).optional_tensor_attribute_names:
+            if name != "block_size":
+                assert getattr(made, name) == getattr(expected, name), name
+        assert list(made.block_size) == list(expected.block_size)
+
+
+def test_compiler_configuration(kernel, device):
+    """torchao's ``quantize_`` would set autotuning, with which compilations take minutes."""
+    before = inductor.get_config_copy()
+    kernel.inject_kernels(model_of(FLUX, device), precision="fp8")
+    after = inductor.get_config_copy()
+    assert after == before
+
+
+# --------------------------------------------------------------------------------------------------
+# keep
+
+
+def test_keep(kernel, device):
+    for keep, is_kept in (
+        (["*.proj_out"], lambda name: name.endswith(".proj_out")),
+        (["transformer_blocks.0"], lambda name: name.startswith("transformer_blocks.0.")),
+        (["transformer_blocks.1.attn.to_?", "proj_out"], lambda name: "s.1.attn.to_" in name),
+        (("*.attn", "*.ff"), lambda name: ".attn." in name or ".ff." in name),
+    ):
+        model = model_of(FLUX, device)
+        every = kernel.inject_kernels(copy.deepcopy(model), precision="fp8").quantized
+        report = kernel.inject_kernels(model, precision="fp8", keep=keep)
+        if keep[0].endswith("to_?"):
+            kept = [f"transformer_blocks.1.attn.to_{name}" for name in "qkv"]
+        else:
+            kept = [name for name in every if is_kept(name)]
+        assert kept and report.quantized == [name for name in every if name not in kept]
+        named = [e.name for e in report.left_alone if e.reason == "not quantized: keep names it"]
+        assert named == kept
+
+
+def test_keep_with_adapters(kernel, device):
+    model = model_of(LTX, device)
+    adapt(model, "one")
+    report = kernel.inject_kernels(
+        model, precision="fp8", keep=["*.attn1.to_q", "*.attn1.to_k.base_layer"]
+    )
+    names = kinds(report.quantized)
+    assert "transformer_blocks.*.attn1.to_v.base_layer" in names
+    assert not any(re.search("attn1.to_[qk]", name) for name in names)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors leave everything as it was
+
+
+def assert_unchanged(model):
+    for module in model.modules():
+        assert not is_quantized(module)
+        assert not {"forward", "fuse_lora", "merge", "unmerge"} & set(vars(module))
+        assert not any("h100" in name for name in vars(module))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"precision": "int8"}, ValueError, r"precision must be None or 'fp8' or 'fp8-fast'"),
+        ({"precision": True}, TypeError, "got a bool"),
+        ({"precision": "fp8", "keep": ["nothing*"]}, ValueError, r"keep must match .*'nothing\*'"),
+        ({"precision": "fp8", "keep": ["*.ff", "x"]}, ValueError, "got 'x'"),
+        (
+            {"precision": "fp8", "keep": "proj_out"},
+            TypeError,
+            "keep must be a sequence .* 'proj_out'",
+        ),
+        ({"precision": "fp8", "keep": [1]}, TypeError, "sequence of strings, got .1."),
+        ({"keep": ["proj_out"]}, ValueError, "keep must be empty without a precision"),
+        ({"precision": "fp8", "keep_originals": 1}, TypeError, "keep_originals must be True"),
+        ({"precision": "fp8", "keep": ["*"]}, ValueError, "keep names it"),
+    ],
+)
+def test_wrong_options(kernel, device, options, error, match):
+    model = model_of(LTX, device)
+    with pytest.raises(error, match=f"^inject_kernels: .*{match}"):
+        kernel.inject_kernels(model, **options)
+    assert_unchanged(model)
+
+
+def test_wrong_weights(kernel, device):
+    model = model_of(LTX, device, torch.float32)
+    with pytest.raises(ValueError, match="needs weights in bfloat16 or float16, got float32 in"):
+        kernel.inject_kernels(model, precision="fp8")
+    assert_unchanged(model)
+    with torch.device("meta"):
+        layer = nn.Linear(128, 128, dtype=BFLOAT16)
+    model = model_of(LTX, device)
+    model.transformer_blocks[2].attn1.to_q = layer
+    with pytest.raises(ValueError, match=r"got no values in transformer_blocks\.2\.attn1\.to_q"):
+        kernel.inject_kernels(model, precision="fp8")
+    assert_unchanged(model)
+
+
+def test_no_family(kernel, device):
+    model = BY_NAME["pixart"].model(device, BFLOAT16)
+    for given in (model, nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))):
+        with pytest.raises(ValueError, match="must be or hold a .*FluxTransformer2DModel"):
+            kernel.inject_kernels(given, precision="fp8")
+        assert_unchanged(given)
+
+
+class Stop(BaseException):
+    pass
+
+
+@both
+@pytest.mark.parametrize("is_late", [False, True], ids=["quantizing", "replacing"])
+def test_failure(kernel, device, precision, is_late, monkeypatch):
+    model = model_of(LTX, device)
+    before = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in before.items()}
+    module = part_of(kernel, "inject" if is_late else "fp8_weights")
+    name = "put_in" if is_late else "_set_weight"
+    own, calls = getattr(module, name), []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 8:
+            raise Stop
+        return own(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, failing)
+        with pytest.raises(Stop):
+            kernel.inject_kernels(model, precision=precision, keep_originals=False)
+    assert_unchanged(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name] and torch.equal(parameter, values[name])
+        assert parameter.device == values[name].device
+
+
+def test_without_torchao(kernel, device, monkeypatch):
+    model = model_of(LTX, device)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "torchao":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(ImportError, match=r"precision='fp8' needs torchao 0\.\d+ or later: pip"):
+        kernel.inject_kernels(model, precision="fp8")
+    assert_unchanged(model)
+    kernel.inject_kernels(model)  # does not need it
+
+
+def test_old_torchao(kernel, device, monkeypatch):
+    quantization = pytest.importorskip("torchao.quantization")
+    monkeypatch.delattr(quantization, "Float8Tensor")
+    model = model_of(LTX, device)
+    with pytest.raises(ImportError, match="needs torchao"):
+        kernel.inject_kernels(model, precision="fp8")
+    assert_unchanged(model)
+
+
+def test_other_layers(kernel, device):
+    """Layers that are quantized already, and those of other classes, are left as they are."""
+    model = model_of(FLUX, device)
+    quantize_by_hand(model, ["transformer_blocks.0.attn.to_q"])
+    weight = model.transformer_blocks[0].attn.to_q.weight
+
+    class Own(nn.Linear):
+        pass
+
+    model.transformer_blocks[0].attn.to_k.__class__ = Own
+    report = kernel.inject_kernels(model, precision="fp8")
+    reasons = {entry.name: entry.reason for entry in report.left_alone}
+    assert "already" in reasons["transformer_blocks.0.attn.to_q"]
+    assert reasons["transformer_blocks.0.attn.to_k"].endswith("Own")
+    assert not is_quantized(model.transformer_blocks[0].attn.to_k)
+    kernel.eject_kernels(model)
+    assert model.transformer_blocks[0].attn.to_q.weight is weight
+    assert quantized_names(model) == ["transformer_blocks.0.attn.to_q"]
+
+
+def test_all_quantized_already(kernel, device):
+    model = model_of(FLUX, device)
+    for block in FLUX.blocks(model):
+        fp8_models.quantize(block)
+    assert kernel.inject_kernels(model, precision="fp8").quantized == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Second calls, ejection, copies
+
+
+def test_second_call(kernel, device):
+    model = model_of(LTX, device)
+    options = {"precision": "fp8", "keep": ["*.to_v"], "keep_originals": True}
+    report = kernel.inject_kernels(model, **options)
+    weights = dict(model.named_parameters())
+    again = kernel.inject_kernels(model, **{**options, "keep": ("*.to_v",)})
+    assert again.already_injected and again.quantized == report.quantized
+    assert all(parameter is weights[name] for name, parameter in model.named_parameters())
+    for changes, before, now in (
+        ({"precision": "fp8-fast"}, "precision=fp8", "precision=fp8-fast"),
+        ({"keep": ()}, "keep=", "keep="),
+        ({"keep_originals": False}, "keep_originals=True", "keep_originals=False"),
+        ({"precision": None, "keep": ()}, "precision=fp8", "precision=None"),
+    ):
+        with pytest.raises(ValueError, match=f"{before}.*, got {now}.*: call eject_kernels first"):
+            kernel.inject_kernels(model, **{**options, **changes})
+    plain = model_of(LTX, device)
+    kernel.inject_kernels(plain)
+    with pytest.raises(ValueError, match="precision=None, got precision=fp8: call eject_kernels"):
+        kernel.inject_kernels(plain, precision="fp8")
+    assert quantized_names(plain) == []
+
+
+@both
+@every_family
+def test_ejection(kernel, device, family, precision):
+    model = model_of(family, device)
+    before = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in before.items()}
+    expected = run(model, family.inputs(device, BFLOAT16, seed=1))
+    kernel.inject_kernels(model, precision=precision)
+    run(model, family.inputs(device, BFLOAT16, seed=1))
+    kernel.eject_kernels(model)
+    assert_unchanged(model)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for name, parameter in after.items():
+        assert parameter is before[name] and torch.equal(parameter, values[name])
+    assert torch.equal(run(model, family.inputs(device, BFLOAT16, seed=1)), expected)
+
+
+def test_originals_are_let_go(kernel, device, caplog):
+    model = model_of(LTX, device)
+    layer = model.transformer_blocks[2].attn1.to_q
+    original = weakref.ref(layer.weight)
+    kernel.inject_kernels(model, precision="fp8", keep_originals=False)
+    gc.collect()
+    assert original() is None
+    names = quantized_names(model)
+    with caplog.at_level(logging.INFO, logger="h100_diffusers_kernels"):
+        kernel.eject_kernels(model)
+    assert f"{len(names)} linear layers stay quantized" in caplog.text
+    assert quantized_names(model) == names
+    assert not any("h100" in name for module in model.modules() for name in vars(module))
+    assert kernel.inject_kernels(model, precision="fp8").quantized == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="of the GPU's memory")
+def test_memory(kernel, device):
+    model = nn.ModuleDict({"model": model_of(LTX, device, heads=16)})["model"]
+    before = torch.cuda.memory_allocated()
+    report = kernel.inject_kernels(model, precision="fp8-fast")
+    freed = sum(model.get_submodule(name).weight.numel() for name in report.quantized)
+    assert before - torch.cuda.memory_allocated() > 0.9 * freed
+
+
+def test_replaced_weight(kernel, device):
+    """A user's weight stays."""
+    model = model_of(LTX, device)
+    kernel.inject_kernels(model, precision="fp8")
+    layer = model.transformer_blocks[2].attn1.to_q
+    weight = layer.weight = nn.Parameter(torch.ones_like(layer.weight.dequantize()))
+    kernel.eject_kernels(model)
+    assert layer.weight is weight
+    assert quantized_names(model) == []
+
+
+def test_copies(kernel, device):
+    model = model_of(LTX, device)
+    plain, arguments = copy.deepcopy(model), LTX.inputs(device, BFLOAT16)
+    kernel.inject_kernels(model, precision="fp8")
+    expected = run(model, arguments)
+    duplicate = copy.deepcopy(model)
+    block = copy.deepcopy(model.transformer_blocks[2])
+    assert torch.equal(run(duplicate, arguments), expected)
+    kernel.eject_kernels(duplicate)
+    assert_unchanged(duplicate)
+    assert torch.equal(run(duplicate, arguments), run(plain, arguments))
+    kernel.eject_kernels(block)
+    assert_unchanged(block)
+    assert torch.equal(run(model, arguments), expected)
+    kernel.eject_kernels(model)
+    assert torch.equal(run(model, arguments), run(plain, arguments))
+    ours, theirs = (m.transformer_blocks[2].attn1.to_q.weight for m in (model, duplicate))
+    assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_freed_at_once(kernel, device):
+    model = model_of(LTX, device)
+    kernel.inject_kernels(model, precision="fp8")
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_saving(kernel, device, tmp_path):
+    """``state_dict`` has torchao's tensors, which ``torch.save`` takes and ``save_pretrained`` refuses."""
+    model = model_of(LTX, device)
+    plain = copy.deepcopy(model)
+    kernel.inject_kernels(model, precision="fp8")
+    states = model.state_dict()
+    assert list(states) == list(plain.state_dict())
+    torch.save(states, tmp_path / "states.pt")
+    loaded = torch.load(tmp_path / "states.pt", weights_only=False)
+    name = "transformer_blocks.2.attn1.to_q.weight"
+    assert torch.equal(loaded[name].dequantize(), states[name].dequantize())
+    with pytest.raises(RuntimeError):
+        model.save_pretrained(tmp_path)
+    kernel.eject_kernels(model)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, torch_dtype=BFLOAT16)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name].to(value.device), value)
+
+
+def test_report(kernel, device):
+    model = model_of(FLUX, device)
+    report = kernel.inject_kernels(model, precision="fp8")
+    assert f"{len(report.quantized)} linear layers quantized to FP8" in str(report)
+    assert "not quantized: it is no attention's or feed-forward's layer" in str(report)
+    assert "quantized" not in str(kernel.inject_kernels(model_of(FLUX, device)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Pipelines
+
+
+def test_pipeline(kernel, device):
+    """Only the transformer is quantized."""
+    pipe = pipeline(device)
+    before = {
+        name: copy.deepcopy(component.state_dict())
+        for name, component in pipe.components.items()
+        if isinstance(component, nn.Module)
+    }
+    report = kernel.inject_kernels(pipe, precision="fp8", keep=["transformer.*.attn.to_q"])
+    assert report.quantized
+    assert all(name.startswith("transformer.") for name in report.quantized)
+    assert not any(name.endswith("attn.to_q") for name in report.quantized)
+    assert quantized_names(pipe.vae) == []
+    assert kernel.inject_kernels(
+        pipe, precision="fp8", keep=["transformer.*.attn.to_q"]
+    ).already_injected
+    kernel.inject_kernels(pipe.vae)  # its injection has no precision
+    with pytest.raises(ValueError, match="transformer runs on kernels"):
+        kernel.inject_kernels(pipe)
+    kernel.eject_kernels(pipe)
+    for name, states in before.items():
+        after = getattr(pipe, name).state_dict()
+        assert all(torch.equal(after[key], value) for key, value in states.items())
+
+
+def pipeline(device):
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32,),
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+    ).to(device, BFLOAT16)
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=model_of(FLUX, device),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA
+
+
+def adapt(model, name, family=LTX, seed=0):
+    from peft import LoraConfig
+
+    torch.manual_seed(seed)
+    model.add_adapter(
+        LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=family.lora_targets),
+        adapter_name=name,
+    )
+    model.requires_grad_(False)
+
+
+def adapted(kernel, device, family, is_adapted_first, precision="fp8", **options):
+    """A model with two adapters and a precision, and one that is adapted and quantized by hand."""
+    model = model_of(family, device)
+    by_hand = copy.deepcopy(model)
+    if is_adapted_first:
+        adapt(model, "one", family, 0)
+        adapt(model, "two", family, 1)
+    report = kernel.inject_kernels(model, precision=precision, **options)
+    if not is_adapted_first:
+        adapt(model, "one", family, 0)
+        adapt(model, "two", family, 1)
+    names = [name.replace(".base_layer", "") for name in report.quantized]
+    return model, by_hand, names
+
+
+either_order = pytest.mark.parametrize("is_adapted_first", [False, True], ids=["after", "before"])
+some_families = pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
+
+
+@some_families
+@either_order
+def test_lora(kernel, device, family, is_adapted_first):
+    model, by_hand, names = adapted(kernel, device, family, is_adapted_first)
+    assert sorted(quantized_names(model)) == sorted(names)
+    assert not any("lora_" in name for name in names)
+    quantize_by_hand(by_hand, names)
+    without = copy.deepcopy(by_hand)
+    adapt(by_hand, "one", family, 0)
+    adapt(by_hand, "two", family, 1)
+    for each in (by_hand, without):
+        kernel.inject_kernels(each)
+    arguments = family.inputs(device, BFLOAT16)
+    seen = []
+    for change in (
+        lambda m: m.set_adapters(["one"]),
+        lambda m: m.set_adapters(["one", "two"], [0.5, 2.0]),
+        lambda m: m.disable_adapters(),
+        lambda m: m.enable_adapters(),
+        lambda m: m.delete_adapters(["two"]),
+    ):
+        for each in (model, by_hand):
+            change(each)
+        seen.append(run(model, arguments))
+        assert torch.equal(seen[-1], run(by_hand, arguments))
+    assert not torch.equal(seen[0], seen[1])
+    model.unload_lora()
+    assert torch.equal(run(model, arguments), run(without, arguments))
+    kernel.eject_kernels(model)
+    assert_unchanged(model)
+
+
+def fuse(model, *args, **kwargs):
+    model.fuse_lora(*args, **kwargs)
+
+
+def unfuse(model):
+    """As pipelines do it."""
+    for module in model.modules():
+        if hasattr(module, "unmerge"):
+            module.unmerge()
+
+
+@some_families
+@either_order
+@pytest.mark.parametrize("is_safe", [False, True], ids=["", "safe"])
+def test_fuse(kernel, device, family, is_adapted_first, is_safe):
+    """The fused weight is that of the model that was fused in bfloat16 and quantized then."""
+    model, plain, names = adapted(kernel, device, family, is_adapted_first)
+    adapt(plain, "one", family, 0)
+    adapt(plain, "two", family, 1)
+
+    def check():
+        fused = copy.deepcopy(plain)
+        fused.unload_lora()
+        quantize_by_hand(fused, names)
+        for name in names:
+            layer = model.get_submodule(name)
+            layer = getattr(layer, "base_layer", layer)
+            expected = fused.get_submodule(name).weight
+            assert torch.equal(layer.weight.dequantize(), expected.dequantize()), name
+            assert torch.equal(layer.weight.scale, expected.scale)
+        kernel.inject_kernels(fused)
+        arguments = family.inputs(device, BFLOAT16)
+        out = run(model, arguments)
+        assert_close(out, run(fused, arguments), 0.06)  # adapters share no quantized inputs
+        return out
+
+    for each in (model, plain):
+        each.set_adapters(["one", "two"], [0.5, 2.0])
+        fuse(each, 0.7, safe_fusing=is_safe, adapter_names=["one"])
+    one = check()
+    for each in (model, plain):
+        fuse(each, adapter_names=["two"])
+    two = check()
+    for each in (model, plain):
+        unfuse(each)
+        each.disable_adapters()
+    neither = check()
+    assert not (torch.equal(one, two) or torch.equal(one, neither))
+    for each in (model, plain):
+        each.enable_adapters()
+        fuse(each)
+    check()
+    kernel.eject_kernels(model)
+    for each in (model, plain):
+        each.unload_lora()
+    assert_unchanged(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.get_parameter(name), value), name
+
+
+def test_fused_before(kernel, device):
+    """Also then it can be unfused."""
+    model = model_of(LTX, device)
+    adapt(model, "one")
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        fuse(each)
+    kernel.inject_kernels(model, precision="fp8")
+    for each in (model, plain):
+        unfuse(each)
+    kernel.eject_kernels(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@either_order
+def test_fuse_copy(kernel, device, is_adapted_first):
+    model, _, _ = adapted(kernel, device, LTX, is_adapted_first)
+    model.set_adapters(["one"])
+    arguments = LTX.inputs(device, BFLOAT16)
+    before = run(model, arguments)
+    duplicate = copy.deepcopy(model)
+    fuse(duplicate)
+    assert torch.equal(run(model, arguments), before)
+    assert not torch.equal(run(duplicate, arguments), before)
+    unfuse(duplicate)
+    assert torch.equal(run(model, arguments), before)
+
+
+@either_order
+def test_fuse_without_originals(kernel, device, is_adapted_first):
+    model, _, _ = adapted(kernel, device, LTX, is_adapted_first, keep_originals=False)
+    model.set_adapters(["one"])
+    expected = run(model, LTX.inputs(device, BFLOAT16, seed=3))
+    with pytest.raises(RuntimeError, match="fuse_lora: .*keep_originals was False"):
+        fuse(model)
+    assert torch.equal(run(model, LTX.inputs(device, BFLOAT16, seed=3)), expected)
+
+
+def test_fuse_in_a_pipeline(kernel, device):
+    pipe = pipeline(device)
+    kernel.inject_kernels(pipe, precision="fp8")
+    adapt(pipe.transformer, "one", FLUX)
+    weight = pipe.transformer.transformer_blocks[0].attn.to_q.base_layer.weight
+    before = weight.dequantize()
+    pipe.fuse_lora(["transformer"], adapter_names=["one"])
+    assert not torch.equal(weight.dequantize(), before)
+    pipe.unfuse_lora(["transformer"])
+    assert_close(weight.dequantize(), before, 0.02)
+    pipe.unload_lora_weights()
+    kernel.eject_kernels(pipe)
+    assert_unchanged(pipe.transformer)
+
+
+# --------------------------------------------------------------------------------------------------
+# CUDA graphs, torch.compile
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for emulated graphs")
+def test_emulated_graphs(graphs):  # noqa: F811
+    """The same bits as without graphs, also after an adapter is loaded and fused."""
+    model = model_of(LTX, "cpu")
+    plain = copy.deepcopy(model)
+    report = graphs.inject_kernels(model, precision="fp8", cuda_graphs=True)
+    graphs.inject_kernels(plain, precision="fp8")
+
+    def call():
+        arguments = LTX.inputs("cpu", BFLOAT16)
+        with torch.inference_mode():
+            assert torch.equal(run(model, arguments), run(plain, arguments))
+        return report.cuda_graphs[0].captured, report.cuda_graphs[0].replayed
+
+    assert [call() for _ in range(3)][-1] == (1, 1)
+    for each in (model, plain):
+        adapt(each, "one")
+    for _ in range(3):
+        captured, replayed = call()
+    assert captured > 1 and replayed > 1
+    for each in (model, plain):
+        fuse(each)
+    for _ in range(3):
+        call()
+    assert report.cuda_graphs[0].replayed > replayed
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
+def test_compiled(kernel, device, family):
+    model = model_of(family, device)
+    arguments = family.inputs(device, BFLOAT16)
+    kernel.inject_kernels(model, precision="fp8")
+    expected = run(model, arguments)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        assert_close(run(compiled, arguments), expected, 0.06)
+    assert counter.frame_count == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Offloading
+
+OFFLOADING = ["sequential", "model", "block_level", "leaf_level"]
+if torch.cuda.is_available():
+    OFFLOADING += ["block_level stream", "leaf_level stream"]
+
+
+@pytest.mark.parametrize("kind", OFFLOADING)
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["offloaded", "injected"])
+@pytest.mark.parametrize("is_adapted", [False, True], ids=["", "adapted"])
+def test_offloading(kernel, device, kind, is_injected_first, is_adapted):
+    """Before and after, with the same bits; ejection gives back the weights."""
+    model = model_of(LTX, device)
+    if is_adapted:
+        adapt(model, "one")
+    plain, by_hand = copy.deepcopy(model), copy.deepcopy(model)
+    arguments = LTX.inputs(device, BFLOAT16)
+    names = kernel.inject_kernels(copy.deepcopy(model), precision="fp8").quantized
+    quantize_by_hand(by_hand, names)
+    if is_injected_first:
+        kernel.inject_kernels(model, precision="fp8")
+    for each in (model, by_hand, plain):
+        offload(each, kind, device)
+    kernel.inject_kernels(by_hand)
+    report = kernel.inject_kernels(model, precision="fp8")
+    assert report.quantized == names
+    for _ in range(2):
+        assert torch.equal(run(model, arguments), run(by_hand, arguments))
+    calls = collections.Counter(operators_of(run, model, arguments))
+    assert calls["linear_fp8"] == len(names) and "_scaled_mm" not in calls
+    kernel.eject_kernels(model)
+    for _ in range(2):
+        assert torch.equal(run(model, arguments), run(plain, arguments))
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["", "removed"])
+@pytest.mark.parametrize("is_injected_first", [False, True], ids=["offloaded", "injected"])
+def test_sequential_offloading(kernel, device, is_injected_first, is_removed):
+    from accelerate.hooks import remove_hook_from_submodules
+
+    model = model_of(LTX, device)
+    plain = copy.deepcopy(model)
+    if is_injected_first:
+        kernel.inject_kernels(model, precision="fp8")
+    offload(model, "sequential", device)
+    kernel.inject_kernels(model, precision="fp8")
+    if is_removed:
+        remove_hook_from_submodules(model)
+    kernel.eject_kernels(model)
+    if not is_removed:
+        assert all(parameter.is_meta for parameter in model.transformer_blocks.parameters())
+        remove_hook_from_submodules(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_offloaded_to_disk(kernel, device, tmp_path):
+    model = model_of(LTX, device)
+    offload(model, "block_level disk", device, tmp_path)
+    with pytest.raises(ValueError, match="needs weights in memory, got a model offloaded to disk"):
+        kernel.inject_kernels(model, precision="fp8")

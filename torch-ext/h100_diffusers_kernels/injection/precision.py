@@ -1,0 +1,272 @@
+"""Which linear layers ``inject_kernels(precision=...)`` quantizes to FP8: a table of families."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..conditions import PLAIN_TYPES, dtype_name
+from .checks import class_name
+from .fp8_weights import is_offloaded_to_disk, weight_values
+from .report import InjectionReport, join
+
+FP8, FP8_FAST = "fp8", "fp8-fast"
+PRECISIONS = (FP8, FP8_FAST)
+# A product with fewer features is limited by memory, so FP8 gains nothing.
+MIN_FEATURES = 512
+_MULTIPLE = 16  # of features, for the kernels and for torchao's own product
+_DTYPES = (torch.bfloat16, torch.float16)
+_ALREADY = "not quantized: it is quantized already"
+
+
+class Layers(NamedTuple):
+    """The layers of a family that are quantized. Everything else keeps its precision.
+
+    Names are patterns in which ``*`` stands for a part of a name without a dot.
+
+    Attributes:
+        blocks: its lists of blocks.
+        layers: layers of a block, by their names in it.
+        source: where the choice comes from.
+        fast_only: layers that only "fp8-fast" quantizes.
+        fast_blocks: lists of blocks that only "fp8-fast" quantizes.
+        ends: the number of blocks at the start and at the end of the first list that "fp8" leaves.
+        fast_ends: the same for "fp8-fast".
+    """
+
+    blocks: tuple[str, ...]
+    layers: tuple[str, ...]
+    source: str
+    fast_only: tuple[str, ...] = ()
+    fast_blocks: tuple[str, ...] = ()
+    ends: tuple[int, int] = (0, 0)
+    fast_ends: tuple[int, int] = (0, 0)
+
+
+# Parts of blocks. An attention's projections may be fused by diffusers' fuse_qkv_projections.
+_ATTENTION = (
+    *("*attn*.to_[qkv]", "*attn*.to_qkv", "*attn*.to_kv", "*attn*.to_out.0"),
+    *("*attn*.add_[qkv]_proj", "*attn*.to_added_qkv", "*attn*.to_added_kv", "*attn*.to_add_out"),
+)
+_FEED_FORWARD = ("*ff*.net.0.proj", "*ff*.net.2")
+_TWO_LISTS = ("transformer_blocks", "single_transformer_blocks")
+_SINGLE = ("proj_mlp", "proj_out")
+
+_TORCHAO = "torchao's and SGLang's recipes: all but embedders, modulations and outputs"
+_MODEL_OPT = "NVIDIA Model Optimizer's filter"
+
+_FLUX = Layers(_TWO_LISTS, (*_ATTENTION, *_FEED_FORWARD, *_SINGLE), f"{_TORCHAO}; {_MODEL_OPT}")
+_HUNYUAN = _FLUX._replace(source=_TORCHAO)
+_WAN = Layers(
+    ("blocks", "vace_blocks"),
+    _FEED_FORWARD,
+    f"{_MODEL_OPT} leaves three blocks at each end; with attention in FP8, too, videos were reported to "
+    "collapse, with feed-forwards alone not",
+    fast_only=_ATTENTION,
+    ends=(3, 3),
+    fast_ends=(3, 3),
+)
+_ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD), _TORCHAO)
+_LTX = _ONE_LIST._replace(
+    source="Lightricks' FP8 checkpoint of LTX-2 leaves two blocks at each end", ends=(2, 2)
+)
+
+# By the family's name. Blocks that only refine the text are left: they take little time.
+LAYERS: dict[str, Layers] = {
+    "LTX-Video": _LTX._replace(source=f"as LTX-2, whose blocks it has; {_LTX.source}"),
+    "LTX-2": _LTX,
+    "Wan": _WAN,
+    "Wan-Animate": _WAN,
+    "ChronoEdit": _WAN,
+    "SkyReels-V2": _WAN,
+    "HunyuanVideo": _HUNYUAN,
+    "HunyuanVideo 1.5": _ONE_LIST,
+    "HunyuanImage": _HUNYUAN,
+    "CogVideoX": _ONE_LIST,
+    "Mochi": _ONE_LIST,
+    "FLUX.1": _FLUX,
+    "FLUX.2": Layers(
+        _TWO_LISTS,
+        (*_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*"),
+        f"{_TORCHAO}; {_MODEL_OPT}",
+    ),
+    "FLUX.3": Layers(
+        ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
+        (*_ATTENTION, "*ff*.linear_*"),
+        "as FLUX.2",
+    ),
+    "Chroma": _FLUX._replace(source="as FLUX.1"),
+    "Qwen-Image": Layers(
+        ("transformer_blocks",),
+        (*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"),
+        f"{_MODEL_OPT} leaves two blocks at each end",
+        ends=(2, 2),
+    ),
+    "Qwen-Image 2.1": Layers(
+        ("transformer_blocks",),
+        (*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
+        "as Qwen-Image",
+        ends=(2, 2),
+    ),
+    "Stable Diffusion 3": _ONE_LIST._replace(source=f"{_TORCHAO}; {_MODEL_OPT}"),
+    "Cosmos": _ONE_LIST._replace(
+        blocks=("transformer_blocks", "control_blocks"),
+        layers=(*_ATTENTION, *_FEED_FORWARD, "*attn*.[qkv]_img"),
+    ),
+    "Z-Image": Layers(
+        ("layers", "control_layers"),
+        ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
+        f"{_TORCHAO}; with modulations and embedders in FP8, too, images were reported to be noise",
+        fast_blocks=("noise_refiner", "control_noise_refiner"),
+    ),
+    "Lumina 2": Layers(
+        ("layers",),
+        (*_ATTENTION, "feed_forward.linear_*"),
+        "as Z-Image",
+        fast_blocks=("noise_refiner",),
+    ),
+    "Krea 2": Layers(
+        ("transformer_blocks",),
+        (*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down"),
+        _TORCHAO,
+    ),
+    "MiniMax-H3": _ONE_LIST,
+    "Stable Diffusion": Layers(
+        tuple(
+            f"{blocks}.*attentions.*.transformer_blocks"
+            for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
+        ),
+        (*_ATTENTION, *_FEED_FORWARD),
+        f"{_MODEL_OPT} for SDXL",
+    ),
+}
+
+
+class Chosen(NamedTuple):
+    """A layer that is quantized; ``name`` is its name in the model."""
+
+    name: str
+    layer: nn.Linear
+
+
+def choose_layers(
+    model: nn.Module, family: str, options: dict[str, Any], report: InjectionReport
+) -> list[Chosen]:
+    """The layers to quantize. The report says why the others are left.
+
+    Raises:
+        ValueError: if weights are in another dtype, or on disk.
+    """
+    precision, keep = options["precision"], options["keep"]
+    table, prefix = LAYERS[family], report.model_name
+    if is_offloaded_to_disk(model):
+        raise ValueError(
+            f"inject_kernels: precision={precision!r} needs weights in memory, "
+            f"got {prefix or 'a model'} offloaded to disk"
+        )
+    chosen = []
+    for name, public_name, layer in linear_layers(model):
+        reason = _why_not_in_table(model, public_name, table, precision)
+        if reason is None and any(is_named(p, prefix, name, public_name) for p in keep):
+            reason = "keep names it"
+        if reason is None:
+            reason = _why_not_quantizable(layer)
+        if reason is not None:
+            reason = reason if reason == _ALREADY else f"not quantized: {reason}"
+            report.leave(name, layer, reason)
+            continue
+        values = weight_values(layer)
+        if values is None or values.dtype not in _DTYPES:
+            got = "no values" if values is None else dtype_name(values.dtype)
+            raise ValueError(
+                f"inject_kernels: precision={precision!r} needs weights in bfloat16 or float16, "
+                f"got {got} in {join(prefix, name)}"
+            )
+        chosen.append(Chosen(name, layer))
+    return chosen
+
+
+def has_quantized(report: InjectionReport) -> bool:
+    """Whether the model of the report had quantized layers before."""
+    return any(entry.reason == _ALREADY for entry in report.left_alone)
+
+
+def linear_layers(model: nn.Module, path: str = "", public_path: str = "") -> Iterator[Any]:
+    """(name, its name without adapters, layer) of each linear layer except those of adapters."""
+    for child_name, child in model._modules.items():
+        name, public_name = join(path, child_name), join(public_path, child_name)
+        while child is not None and "base_layer" in child._modules:  # an adapter's
+            name, child = f"{name}.base_layer", child._modules["base_layer"]
+        if isinstance(child, nn.Linear):
+            yield name, public_name, child
+        elif child is not None:
+            yield from linear_layers(child, name, public_name)
+
+
+def unmatched(keep: Sequence[str], models: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """The patterns that match no linear layer of these models."""
+    layers = [(prefix, *names) for prefix, model in models for *names, _ in linear_layers(model)]
+    return [p for p in keep if not any(is_named(p, *names) for names in layers)]
+
+
+def is_named(pattern: str, prefix: str, *names: str) -> bool:
+    """Whether a pattern matches one of a layer's names, with or without the model's name in the pipeline, or
+    the name of a module around it."""
+    for name in names:
+        parts = join(prefix, name).split(".")
+        starts = {0, len(prefix.split(".")) if prefix else 0}
+        for start in starts:
+            for end in range(start + 1, len(parts) + 1):
+                if fnmatch.fnmatchcase(".".join(parts[start:end]), pattern):
+                    return True
+    return False
+
+
+def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str) -> str | None:
+    for number, blocks in enumerate(table.blocks + table.fast_blocks):
+        match = re.fullmatch(rf"({_expression(blocks)})\.(\d+)\.(.*)", name)
+        if match is None:
+            continue
+        path, index, layer = match[1], int(match[2]), match[3]
+        if not _is_one_of(table.layers + table.fast_only, layer):
+            continue
+        length = len(model.get_submodule(path)._modules)
+        ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else ((0, 0), (0, 0))
+        if _is_at_end(index, length, fast_ends):
+            return "its block is one of the first or last"
+        is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
+        if precision == FP8 and (is_fast or _is_at_end(index, length, ends)):
+            return f"only {FP8_FAST} quantizes it"
+        return None
+    return "it is no attention's or feed-forward's layer in a block"
+
+
+def _is_at_end(index: int, length: int, ends: tuple[int, int]) -> bool:
+    return not ends[0] <= index < length - ends[1]
+
+
+def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
+    return any(re.fullmatch(_expression(pattern), name) for pattern in patterns)
+
+
+def _expression(pattern: str) -> str:
+    escaped = re.escape(pattern).replace(r"\*", "[^.]*")
+    return escaped.replace(r"\[", "[").replace(r"\]", "]")
+
+
+def _why_not_quantizable(layer: nn.Linear) -> str | None:
+    if type(layer) is not nn.Linear:
+        return f"it is a {class_name(layer)}"
+    weight: Any = layer.weight
+    if type(weight) not in PLAIN_TYPES:
+        return _ALREADY if hasattr(weight, "qdata") else f"its weight is a {class_name(weight)}"
+    if min(weight.shape) < MIN_FEATURES:
+        return f"it has fewer than {MIN_FEATURES} features in or out"
+    if any(size % _MULTIPLE for size in weight.shape):
+        return f"its features in or out are not a multiple of {_MULTIPLE}"
+    return None
