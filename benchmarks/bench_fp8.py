@@ -42,10 +42,12 @@ TINY_PRODUCTS = ((48, 64, 128), (33, 32, 144))
 FUSED = (
     *(("linear_gelu_fp8", size) for size in ((16128, 8192, 2048), (4608, 12288, 3072))),
     *(("linears_fp8", size) for size in ((16128, 2048, 2048), (4608, 3072, 3072))),
+    *(
+        ("linear_gated_residual_fp8", size)
+        for size in ((16128, 2048, 2048), (16128, 2048, 8192), (4608, 3072, 15360))
+    ),
 )
-TINY_FUSED = tuple(
-    (name, size) for name in ("linear_gelu_fp8", "linears_fp8") for size in TINY_PRODUCTS
-)
+TINY_FUSED = tuple((name, size) for name in dict(FUSED) for size in TINY_PRODUCTS)
 # Operation and shape of its first tensor.
 ROWS = (
     *(("quantize_fp8", shape) for shape in ((2, 8064, 2048), (4608, 3072), (32760, 5120))),
@@ -114,6 +116,14 @@ def fused_modes(
         return {
             "ours": lambda: kernel.linear_gelu_fp8(*x, *one, approximate="tanh"),
             "launches": lambda: kernel.gelu_fp8(kernel.linear_fp8(*x, *one), "tanh"),
+            "product": lambda: kernel.linear_fp8(*x, *one),
+        }
+    if name == "linear_gated_residual_fp8":
+        one = layer(out_features)
+        residual, gate = (activations(device, count, out_features) for count in (rows, 1))
+        return {
+            "ours": lambda: kernel.linear_gated_residual_fp8(residual, *x, *one, gate=gate),
+            "launches": lambda: kernel.gated_residual(residual, kernel.linear_fp8(*x, *one), gate),
             "product": lambda: kernel.linear_fp8(*x, *one),
         }
     three, one = [layer(out_features) for _ in range(3)], layer(3 * out_features)

@@ -341,7 +341,7 @@ WITH_FP8_RESULT = [
     name + "_fp8" for name in TABLE if "norm_modulate" in name and "pair" not in name
 ]
 WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
-FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8")
+FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8")
 FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, *WITH_FP8_RESULT)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
@@ -463,6 +463,10 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         if operation_of(name) == "linear_gelu_fp8":
             arguments["approximate"] = "tanh"
             del arguments["dtype"]
+        if operation_of(name) == "linear_gated_residual_fp8":
+            del arguments["dtype"]
+            residual = tensor(batch, seq, 40, layout=layout)
+            arguments = {"residual": residual, **arguments, "gate": tensor(batch, 1, 40)}
         return getattr(kernel, operation_of(name)), arguments
     if name in WITH_FP8_RESULT:
         unquantized = name.removesuffix("_fp8")

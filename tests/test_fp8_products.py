@@ -1,4 +1,4 @@
-"""linears_fp8 and linear_gelu_fp8, and FP8 results in the caller's memory."""
+"""linears_fp8, linear_gelu_fp8 and linear_gated_residual_fp8, and FP8 results in the caller's memory."""
 
 import math
 import re
@@ -9,6 +9,7 @@ import torch
 import references
 from checks import (
     MemorySnapshot,
+    assert_rounded_once,
     assert_same_bits,
     compiled_outcome,
     map_tensors,
@@ -355,6 +356,157 @@ def test_no_derivatives_of_linears(kernel, device, argument, index):
     text = re.escape(REFUSED.format("linears_fp8", f"{argument}[{index}]"))
     with pytest.raises(ValueError, match=f"^{text}$"):
         function(**{**arguments, argument: tensors})
+
+
+# --------------------------------------------------------------------------------------------------
+# linear_gated_residual_fp8
+
+# Shapes of gates, for a residual (B, S, N).
+GATES = {
+    "none": lambda *shape: None,
+    "N": lambda batch, seq, size: (size,),
+    "B_1_N": lambda batch, seq, size: (batch, 1, size),
+    "1_S_N": lambda batch, seq, size: (1, seq, size),
+    "B_S_N": lambda *shape: shape,
+}
+
+
+def check_residual(kernel, arguments):
+    operands = {k: v for k, v in arguments.items() if k not in ("residual", "gate")}
+    residual, gate = arguments["residual"].double(), arguments["gate"]
+    gate = torch.ones((), device=residual.device) if gate is None else gate.double()
+    expected = residual + gate * references.linear_fp8(**operands)
+    magnitudes = references.linear_fp8(**map_tensors(lambda t: t.double().abs(), operands))
+    arithmetic = 4e-6 if residual.is_cpu else 2**-12
+    slack = arithmetic * (gate.abs() * magnitudes + residual.abs())
+    memory = MemorySnapshot(tensors_of(arguments))
+    poison_memory(arguments["residual"])
+    out = kernel.linear_gated_residual_fp8(**arguments)
+    memory.assert_unchanged()
+    assert out.is_contiguous() and out.dtype == arguments["residual"].dtype
+    assert out.shape == expected.shape
+    if out.numel() > 0:
+        assert_rounded_once(out, expected, slack + torch.finfo(out.dtype).tiny)
+
+
+def residual_arguments(
+    shape,
+    in_features,
+    is_blocked,
+    gate,
+    dtype,
+    device,
+    layout="contiguous",
+    bias="T",
+    wide_gate=False,
+):
+    *rows, out_features = shape
+    size = tuple(rows), out_features, in_features, is_blocked
+    arguments = linear_arguments(*size, dtype, device, bias=bias)
+    del arguments["dtype"]
+    arguments["weight_scale"] *= 0.01
+    gate_shape = GATES[gate](*shape)
+    gate_dtype = torch.float32 if wide_gate else dtype
+    given = gate_shape and normal(*gate_shape, dtype=gate_dtype, device=device)
+    residual = normal(*shape, dtype=dtype, device=device, layout=layout)
+    return {"residual": residual, **arguments, "gate": given}
+
+
+@pairwise(
+    shape=[
+        (1, 1, 8),
+        (2, 33, 65),
+        (1, 130, 256),
+        (3, 64, 130),
+        (2, 70, 200),
+        (1, 300, 7),
+        (2, 0, 8),
+        (2, 3, 0),
+    ],
+    in_features=[16, 144, 400],
+    is_blocked=[False, True],
+    gate=GATES,
+    wide_gate=[False, True],
+    layout=LAYOUTS,
+    bias=BIASES,
+    dtype=[torch.bfloat16, torch.float16],
+)
+def test_residual(
+    kernel, device, shape, in_features, is_blocked, gate, wide_gate, layout, bias, dtype
+):
+    options = {"layout": layout, "bias": bias, "wide_gate": wide_gate}
+    check_residual(
+        kernel,
+        residual_arguments(shape, in_features, is_blocked, gate, dtype, device, **options),
+    )
+
+
+# More tiles than a GPU has multiprocessors, of 128 and of 192 columns.
+@pytest.mark.parametrize("gate", ["B_1_N", "B_S_N"])
+@pytest.mark.parametrize("size", [(2305, 4104, 1040), (2561, 3200, 272)], ids=str)
+def test_residual_of_many_tiles(kernel, device, gate, size):
+    rows, out_features, in_features = size
+    shape = 1, rows, out_features
+    check_residual(
+        kernel, residual_arguments(shape, in_features, False, gate, torch.bfloat16, device)
+    )
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("out_features", [136, 1301])
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_smoke_of_residual(kernel, device, gate, out_features, is_blocked):
+    shape = 1, 130, out_features
+    check_residual(kernel, residual_arguments(shape, 400, is_blocked, gate, torch.bfloat16, device))
+
+
+RESIDUAL_MISTAKES = [
+    (
+        "residual",
+        torch.Tensor.float,
+        ValueError,
+        "residual must be float16 or bfloat16, got float32",
+    ),
+    (
+        "residual",
+        lambda r: r[:, :3],
+        ValueError,
+        "residual must have shape (2, 16, 40), got (2, 3, 40)",
+    ),
+    (
+        "residual",
+        lambda r: r.repeat_interleave(2, -1)[..., ::2],
+        ValueError,
+        "residual must have stride 1 in its last dimension, got stride 2",
+    ),
+    ("residual", lambda r: None, TypeError, "residual must be a tensor, got None"),
+    (
+        "gate",
+        lambda g: g[..., :39],
+        ValueError,
+        "gate must broadcast against residual of shape (2, 16, 40) with a last dimension of 40, "
+        "got (2, 1, 39)",
+    ),
+    (
+        "gate",
+        torch.Tensor.half,
+        ValueError,
+        "gate must be float32 or have the dtype of residual (bfloat16), got float16",
+    ),
+    ("gate", lambda g: 1.0, TypeError, "gate must be a tensor or None, got 1.0"),
+    ("x", torch.Tensor.half, ValueError, "x must be float8_e4m3fn, got float16"),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "kind", "text"), RESIDUAL_MISTAKES)
+def test_mistakes_of_residual(kernel, device, argument, change, kind, text):
+    name = "linear_gated_residual_fp8"
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    arguments[argument] = change(arguments[argument])
+    given = outcome(function, arguments)
+    assert given == (kind, f"{name}: {text}")
+    assert compiled_outcome(function, arguments) == given
 
 
 # --------------------------------------------------------------------------------------------------

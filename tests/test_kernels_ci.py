@@ -14,7 +14,7 @@ BATCH, TOKENS, HEADS, HEAD_DIM = 2, 24, 2, 64
 HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 NOT_OPERATIONS = {"inject_kernels", "eject_kernels", "layers"}
-FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8"}
+FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"}
 FP8_OPERATIONS = {"quantize_fp8", *FP8_PRODUCTS}  # with tests of their own
 WITH_FP8_RESULT = {
     "rms_norm_fp8": "rms_norm",
@@ -269,7 +269,8 @@ def test_linear_fp8(kernel, device, block_size, dtype):
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_other_fp8_products(kernel, device, approximate):
-    """Of several weights, and with a quantized GELU, in new memory and in columns of a wider tensor."""
+    """Of several weights, with a residual, and with a quantized GELU, in new memory and in columns of a wider
+    tensor."""
     features, columns = 3 * HIDDEN, 200
     weight, weight_scale = kernel.quantize_fp8(torch.randn(columns, features, device=device))
     x8, scale = kernel.quantize_fp8(torch.randn(BATCH, TOKENS, features, device=device))
@@ -279,6 +280,16 @@ def test_other_fp8_products(kernel, device, approximate):
         x8, scale, [weight, weight], [weight_scale, weight_scale], [bias, None]
     )
     assert torch.equal(two[0], product) and not torch.equal(two[1], product)
+
+    residual, gate = (
+        torch.randn(*size, columns, device=device) for size in ((BATCH, TOKENS), (BATCH, 1))
+    )
+    out = kernel.linear_gated_residual_fp8(
+        residual.bfloat16(), x8, scale, weight, weight_scale, bias, gate=gate
+    )
+    # The product and the residual were rounded to bfloat16.
+    slack = (residual.abs() + (gate * product).abs()) / 128
+    assert ((out - (residual + gate * product)).abs() <= slack).all()
 
     values, scales = kernel.linear_gelu_fp8(
         x8, scale, weight, weight_scale, bias, approximate=approximate

@@ -117,6 +117,16 @@ void launch_quantized(const LinearFp8Params& params, Stream stream) {
   });
 }
 
+// values = residual + gate * values
+void add_residual(const LinearFp8Params& p, int64_t row, int64_t column, int64_t count, float* values) {
+  float residual[kTileColumns], gate[kTileColumns];
+  std::fill_n(gate, kTileColumns, 1.0f);
+  load(p.dtype, p.residual, row * p.residual_stride + column, count, residual);
+  if (p.gate != nullptr)
+    load(p.gate_is_float32 ? DType::kFloat32 : p.dtype, p.gate, row * p.gate_stride + column, count, gate);
+  for (int64_t i = 0; i < count; ++i) values[i] = residual[i] + gate[i] * values[i];
+}
+
 }  // namespace
 
 void linear_fp8(const LinearFp8Params& params, Stream stream) {
@@ -129,11 +139,14 @@ void linear_fp8(const LinearFp8Params& params, Stream stream) {
           for (int64_t r = 0; r < tile.rows(); ++r) {
             float values[kTileColumns];
             tile.finish_row(r, values);
+            if (params.residual != nullptr) add_residual(params, row + r, column, tile.columns(), values);
             store(params.dtype, weight.out, (row + r) * weight.out_stride + column, tile.columns(), values);
           }
         });
   }
 }
+
+void linear_gated_residual_fp8(const LinearFp8Params& params, Stream stream) { linear_fp8(params, stream); }
 
 void linear_gelu_fp8(const LinearFp8Params& params, Stream stream) {
   if (params.tanh_approximation)

@@ -4,13 +4,11 @@
 namespace h100_diffusers_kernels {
 namespace {
 
-constexpr const char* kOperation = "linear_fp8";
-
 template <typename T>
 struct RoundedOutput {
   using Element = T;
-  static constexpr CUtensorMapDataType kMapType =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  static constexpr CUtensorMapDataType kMapType = kProductMapType<T>;
+  static constexpr bool kHasResidual = false;
 
   template <int kValues>
   __device__ __forceinline__ static void finish(const ProductParams&, const WarpRole&, const ProductPosition&,
@@ -33,32 +31,10 @@ struct RoundedOutput {
   __device__ __forceinline__ static T round(float value) { return from_float<T>(value); }
 };
 
-// Returns a number that grows with the time of tiles of this many columns: the columns that each cluster
-// computes in turn.
-int64_t cost_of(const LinearFp8Params& args, int columns, int clusters) {
-  int64_t column_tiles = 0;
-  for (int i = 0; i < args.weight_count; ++i)
-    column_tiles += ceil_divide(args.weights[i].out_features, columns);
-  const int64_t row_pairs = ceil_divide(args.rows, kProductClusterBlocks * kProductTileRows);
-  return ceil_divide(row_pairs * column_tiles, clusters) * columns;
-}
-
 }  // namespace
 
 void linear_fp8(const LinearFp8Params& args, Stream stream) {
-  const int clusters = product_clusters(kOperation, stream);
-  const bool is_wide = cost_of(args, 192, clusters) <= cost_of(args, 128, clusters);
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if constexpr (sizeof(T) == 2) {
-      const auto launch_columns = [&](auto columns) {
-        using Output = RoundedOutput<T>;
-        if (args.x_is_blocked) return launch_product<columns, Output, true>(kOperation, args, stream);
-        launch_product<columns, Output, false>(kOperation, args, stream);
-      };
-      if (is_wide) return launch_columns(Constant<192>{});
-      launch_columns(Constant<128>{});
-    }
-  });
+  launch_16_bit_product<RoundedOutput>("linear_fp8", args, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -1,6 +1,7 @@
 // The kernel of products of FP8 rows and FP8 weights, with a scale for each row of both. One launch
 // multiplies the same rows by up to kMaxFp8Weights weights. A template parameter, the output, stores the
-// sums: linear_fp8.cu rounds them, linear_gelu_fp8.cu quantizes their GELU.
+// sums: linear_fp8.cu rounds them, linear_gelu_fp8.cu quantizes their GELU, linear_gated_residual_fp8.cu adds
+// a residual.
 //
 // Blocks are persistent. Two blocks form a cluster: they compute adjacent tiles of 128 rows and the same
 // columns, and each loads half of the weights' tile for both (multicast), because the L2 cache could not
@@ -46,7 +47,7 @@ struct ProductMemory {
       static_cast<int>((kMaxSharedBytes - kSwizzleBytes - kOtherBytes) / kStageBytes);
   static constexpr int64_t kBytes = kSwizzleBytes + kStages * kStageBytes + kOtherBytes;
   using StageRing = Ring<kStages>;
-  static_assert(StageRing::kBytes <= kBarrierBytes);
+  static_assert(StageRing::kBytes + kProductGroups * Barrier::kBytes <= kBarrierBytes);
 
   uint32_t base = shared_tiles();
 
@@ -60,17 +61,20 @@ struct ProductMemory {
     return out(kProductGroups) + group * kFactorBytes;
   }
   __device__ __forceinline__ StageRing ring() const { return {factors(kProductGroups)}; }
+  __device__ __forceinline__ Barrier residual(int group) const {
+    return {ring().address + StageRing::kBytes + group * Barrier::kBytes};
+  }
 };
 
 constexpr int kProductGroupPairs = 8;  // pairs of row tiles that clusters compute before those further down
 
 struct ProductParams {
-  CUtensorMap x, weights[kMaxFp8Weights], outs[kMaxFp8Weights];
+  CUtensorMap x, weights[kMaxFp8Weights], outs[kMaxFp8Weights], residual;
   LinearFp8Params args;
   int row_pairs, column_tiles, depth_tiles;
-  int first_tiles[kMaxFp8Weights];  // each weight's first tile of columns; column_tiles if it is absent
-  FastDivisor group_tiles;          // of kProductGroupPairs pairs of row tiles
-  bool is_out_mapped[kMaxFp8Weights];
+  int first_tiles[kMaxFp8Weights];     // each weight's first tile of columns; column_tiles if it is absent
+  FastDivisor group_tiles;             // of kProductGroupPairs pairs of row tiles
+  bool is_out_mapped[kMaxFp8Weights];  // and the residual, if there is one
 
   __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
 };
@@ -157,10 +161,15 @@ __device__ __forceinline__ float load_bias(const Fp8Weight& weight, int column) 
   }
 }
 
-// An Output has the type Element of the result, and
+template <typename T>
+constexpr CUtensorMapDataType kProductMapType =
+    std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+// An Output has the type Element of the result, the type kMapType of its tensor map, kHasResidual, and
 //   finish(params, role, position, sums)   makes the stored values of a thread's sums
 //   store_shared(out, role, values)        writes them to the boxes of a warp group, which TMA then copies
 //   round(value)                           returns one of them as an Element
+// With kHasResidual the boxes hold the residual before, and store_shared adds it.
 template <class M, class Output, bool kIsBlocked>
 class Product {
  public:
@@ -188,6 +197,7 @@ class Product {
     load_factors(tile, factors);
     float sums[kValues], products[kValues];
     multiply_stage(sums);
+    if constexpr (Output::kHasResidual) load_residual(tile, first_row);
     if constexpr (kIsBlocked) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) sums[i] *= rows.next[i / 2 % 2];
@@ -231,7 +241,26 @@ class Product {
       if (column >= weight.out_features) continue;
       factors[i].x = __ldg(weight.scale + (weight.has_one_scale ? 0 : column));
       factors[i].y = load_bias(weight, column);
+      if constexpr (Output::kHasResidual) {
+        if (params_.args.gate == nullptr || params_.args.gate_stride != 0) continue;
+        const float gate = Output::load_gate(params_.args, column);
+        factors[i].x *= gate;
+        factors[i].y *= gate;
+      }
     }
+  }
+
+  // Starts to copy the residual of the tile to where its result will be, long before it is needed.
+  __device__ __forceinline__ void load_residual(const ProductTile& tile, int first_row) const {
+    if (role_.thread != 0 || !params_.is_out_mapped[0] || first_row >= params_.args.rows) return;
+    tma_wait_group_read();  // the earlier tile's stores have read the memory
+    const Barrier barrier = memory_.residual(role_.group);
+    const int columns = static_cast<int>(params_.args.weights[0].out_features) - tile.column;
+    const int boxes = min(M::kOutBoxes, (columns + M::kOutBoxColumns - 1) / M::kOutBoxColumns);
+    barrier.arrive_expect_tx(boxes * M::kOutBoxBytes);
+    for (int box = 0; box < boxes; ++box)
+      tma_load(memory_.out(role_.group) + box * M::kOutBoxBytes, params_.residual, barrier,
+               MatrixBox{tile.column + box * M::kOutBoxColumns, first_row});
   }
 
   __device__ __forceinline__ void store(const ProductTile& tile, int first_row,
@@ -263,6 +292,12 @@ class Product {
       return;
     }
     const uint32_t out = memory_.out(role_.group);
+    if constexpr (Output::kHasResidual) {
+      if (first_row < params_.args.rows) {
+        memory_.residual(role_.group).wait(residual_parity_);
+        residual_parity_ ^= 1;
+      }
+    }
     Output::store_shared(out, role_, sums);
     fence_proxy_async();
     role_.sync_group();
@@ -289,7 +324,13 @@ class Product {
 #pragma unroll
       for (int j = 0; j < kValues / 2; ++j) {
         const int offset = j / 2 * 8 + j % 2;
-        if (first + offset < columns) out[offset] = Output::round(values[j / 2 * 4 + 2 * i + j % 2]);
+        if (first + offset >= columns) continue;
+        float value = values[j / 2 * 4 + 2 * i + j % 2];
+        if constexpr (Output::kHasResidual)
+          value += to_float(static_cast<const T*>(
+              params_.args.residual)[(first_row + role_.output_row(i)) * params_.args.residual_stride +
+                                     first + offset]);
+        out[offset] = Output::round(value);
       }
     }
   }
@@ -299,6 +340,7 @@ class Product {
   const WarpRole& role_;
   const int rank_;
   RingState<typename M::StageRing> state_;
+  uint32_t residual_parity_ = 0;
 };
 
 __device__ __forceinline__ void sync_cluster() {
@@ -315,6 +357,8 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   const int rank = static_cast<int>(blockIdx.x) % kProductClusterBlocks;
   if (threadIdx.x == 0) {
     memory.ring().init(1, kProductClusterBlocks * kProductGroups * kWarpGroupWarps);
+    if constexpr (Output::kHasResidual)
+      for (int group = 0; group < kProductGroups; ++group) memory.residual(group).init(1);
     fence_mbarrier_init();
   }
   sync_cluster();
@@ -349,6 +393,16 @@ inline int product_clusters(const char* operation, Stream stream) {
   return multiprocessor_count(operation, stream.device) / kProductClusterBlocks;
 }
 
+// Returns a number that grows with the time of tiles of this many columns: the columns that each cluster
+// computes in turn.
+inline int64_t product_cost(const LinearFp8Params& args, int columns, int clusters) {
+  int64_t column_tiles = 0;
+  for (int i = 0; i < args.weight_count; ++i)
+    column_tiles += ceil_divide(args.weights[i].out_features, columns);
+  const int64_t row_pairs = ceil_divide(args.rows, kProductClusterBlocks * kProductTileRows);
+  return ceil_divide(row_pairs * column_tiles, clusters) * columns;
+}
+
 template <int kColumns, class Output, bool kIsBlocked>
 void launch_product(const char* operation, const LinearFp8Params& args, Stream stream) {
   constexpr int kElementBytes = sizeof(typename Output::Element);
@@ -373,12 +427,36 @@ void launch_product(const char* operation, const LinearFp8Params& args, Stream s
                                   weight.out_features, weight.out_stride, kWarpGroupRows);
     params.column_tiles += static_cast<int>(ceil_divide(weight.out_features, kColumns));
   }
+  if constexpr (Output::kHasResidual) {
+    params.is_out_mapped[0] = params.is_out_mapped[0] && is_16_byte_aligned(args.residual) &&
+                              (args.rows == 1 || args.residual_stride * kElementBytes % kVectorBytes == 0);
+    if (params.is_out_mapped[0])
+      params.residual = map_matrix(operation, Output::kMapType, kElementBytes, args.residual, args.rows,
+                                   args.weights[0].out_features, args.residual_stride, kWarpGroupRows);
+  }
   for (int i = args.weight_count; i < kMaxFp8Weights; ++i) params.first_tiles[i] = params.column_tiles;
   params.group_tiles.set(static_cast<uint32_t>(kProductGroupPairs * params.column_tiles));
   const int clusters = std::min(product_clusters(operation, stream), params.row_pairs * params.column_tiles);
   launch_kernel_with_shared_memory<linear_fp8_kernel<kColumns, Output, kIsBlocked>, kProductClusterBlocks>(
       operation, dim3(static_cast<unsigned>(clusters * kProductClusterBlocks)), kProductThreads, params,
       stream, M::kBytes);
+}
+
+// With tiles of 128 or 192 columns, by their cost, and an output of 16-bit values.
+template <template <typename> class Output>
+void launch_16_bit_product(const char* operation, const LinearFp8Params& args, Stream stream) {
+  const int clusters = product_clusters(operation, stream);
+  const bool is_wide = product_cost(args, 192, clusters) <= product_cost(args, 128, clusters);
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+    if constexpr (sizeof(T) == 2) {
+      const auto launch_columns = [&](auto columns) {
+        if (args.x_is_blocked) return launch_product<columns, Output<T>, true>(operation, args, stream);
+        launch_product<columns, Output<T>, false>(operation, args, stream);
+      };
+      if (is_wide) return launch_columns(Constant<192>{});
+      launch_columns(Constant<128>{});
+    }
+  });
 }
 
 }  // namespace h100_diffusers_kernels

@@ -13,6 +13,7 @@ template <class Activation>
 struct QuantizedOutput {
   using Element = uint8_t;
   static constexpr CUtensorMapDataType kMapType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  static constexpr bool kHasResidual = false;
   static constexpr int kValues = kFp8BlockSize / 2;
 
   // Columns beyond the weight's are 0, or NaN in rows whose values are all NaN.

@@ -424,10 +424,18 @@ struct LinearFp8Params {
   float* out_scale;  // (rows, blocks of out_features)
   int64_t out_scale_stride;
   bool tanh_approximation;
+  // Only with a residual, which has one weight. The strides are those of rows; gate's 0 broadcasts.
+  const void* residual;  // of the dtype
+  int64_t residual_stride;
+  const void* gate;  // may be null
+  int64_t gate_stride;
+  bool gate_is_float32;  // otherwise it has the dtype
 };
 
 void linear_fp8(const LinearFp8Params& params, Stream stream);
 // out = gelu(product), quantized in blocks as by quantize_fp8, from the unrounded value.
 void linear_gelu_fp8(const LinearFp8Params& params, Stream stream);
+// out = residual + gate * product
+void linear_gated_residual_fp8(const LinearFp8Params& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels

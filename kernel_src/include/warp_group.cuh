@@ -206,4 +206,12 @@ __device__ __forceinline__ void stmatrix(uint32_t address, const uint32_t (&frag
                : "memory");
 }
 
+// Loads what stmatrix with the same addresses stores.
+__device__ __forceinline__ void ldmatrix(uint32_t address, uint32_t (&fragment)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
+}
+
 }  // namespace h100_diffusers_kernels

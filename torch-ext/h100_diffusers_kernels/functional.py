@@ -1207,9 +1207,15 @@ def _attention_out_fake(q, k, v, *_):
 # --------------------------------------------------------------------------------------------------
 # FP8
 
-_quantize_fp8, _linear_fp8, _linears_fp8, _linear_gelu_fp8 = (
+_quantize_fp8, _linear_fp8, _linears_fp8, _linear_gelu_fp8, _linear_gated_residual_fp8 = (
     plain_call(name, name)
-    for name in ("quantize_fp8", "linear_fp8", "linears_fp8", "linear_gelu_fp8")
+    for name in (
+        "quantize_fp8",
+        "linear_fp8",
+        "linears_fp8",
+        "linear_gelu_fp8",
+        "linear_gated_residual_fp8",
+    )
 )
 _quantize_fp8_out, _linear_gelu_fp8_out = (
     plain_writing_call(name, f"{name}_out") for name in ("quantize_fp8", "linear_gelu_fp8")
@@ -1357,6 +1363,32 @@ def linear_gelu_fp8(
     return out
 
 
+def linear_gated_residual_fp8(
+    residual: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    gate: Optional[Tensor] = None,
+) -> Tensor:
+    """``residual + gate * linear_fp8(x, ...)``, from the unrounded product.
+
+    Args:
+        residual: ``(..., N)``, bfloat16 or float16, strided in any dimension except the last.
+        x, x_scale, weight, weight_scale: as for ``linear_fp8``.
+        bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        gate: broadcasts against the residual, such as ``(N,)``, ``(B, 1, N)`` or ``(B, S, N)``; float32 or of
+            the residual's dtype, or None for 1. With ``(B, 1, N)`` each sample is a launch of its own.
+
+    Returns:
+        A tensor of the residual's shape and dtype.
+    """
+    arguments = residual, x, x_scale, weight, weight_scale, bias
+    return _linear_gated_residual_fp8(*arguments, gate)
+
+
 def _is_float16(operation: str, dtype: Any) -> bool:
     if not isinstance(dtype, torch.dtype):
         refuse_type(operation, "dtype", "a torch.dtype", dtype)
@@ -1399,6 +1431,12 @@ def _linears_fp8_fake(x, x_scale, *arguments):
     *layers, is_float16 = arguments
     given = [layers[i : i + 3] for i in (0, 3, 6) if i < 6 or layers[i] is not None]
     return [_linear_fp8_fake(x, x_scale, *layer, is_float16) for layer in given]
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gated_residual_fp8"))
+def _linear_gated_residual_fp8_fake(residual, x, x_scale, weight, weight_scale, *_):
+    required(x, x_scale, weight, weight_scale)
+    return residual.new_empty(residual.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))

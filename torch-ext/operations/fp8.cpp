@@ -133,6 +133,30 @@ class LinearFp8Call {
     added.scale = static_cast<const float*>(scale.const_data_ptr());
   }
 
+  // residual + gate * product of the only weight, with the residual's dtype.
+  OwnedTensor run_residual(const Tensor& residual, const OptionalTensor& gate) {
+    const Sizes shape = shape_of(params_.weights[0]);
+    const ArgumentChecker check(check_.operation(), "residual", residual, 1, false);
+    check_.same_device("residual", residual);
+    check.exact_shape("residual", residual, shape);
+    if (gate.has_value()) {
+      check.broadcastable("gate", *gate);
+      params_.gate_is_float32 = gate->element_bytes() == 4;
+    }
+    params_.dtype = check.dtype();
+    OwnedTensor out = check.empty(shape);
+    RowOperand of_residual, of_gate;
+    const auto launch = [&](const RowsAt& at, Stream stream) {
+      params_.residual = at.data(of_residual, bytes_of(params_.dtype));
+      params_.residual_stride = at.stride(of_residual);
+      params_.gate = gate.has_value() ? at.data(of_gate, gate->element_bytes()) : nullptr;
+      params_.gate_stride = at.stride(of_gate);
+      linear_gated_residual_fp8(params_, stream);
+    };
+    for_rows(Tensor(out), launch, RowBinding{of_residual, residual}, RowBinding{of_gate, gate});
+    return out;
+  }
+
   // The 16-bit products of all weights.
   TensorList run(DType dtype) {
     params_.dtype = dtype;
@@ -224,27 +248,47 @@ class LinearFp8Call {
     return shape;
   }
 
-  // One launch, unless the rows of an output are at two distances from each other.
   void launch_gelu(const Tensor& out, const Tensor& scale, bool tanh_approximation) {
-    if (out.numel() == 0) return;
-    RowOperand of_x, of_x_scale, of_out, of_scale;
-    RowShape shape;
-    RowLaunch rows(check_.shape(), RowBinding{of_x, x_}, RowBinding{of_x_scale, x_scale_},
-                   RowBinding{of_out, out}, RowBinding{of_scale, scale});
-    const DeviceStream device(x_);
     params_.tanh_approximation = tanh_approximation;
+    RowOperand of_scale;
+    const auto launch = [&](const RowsAt& at, Stream stream) {
+      params_.out_scale = static_cast<float*>(at.data(of_scale, sizeof(float)));
+      params_.out_scale_stride = at.stride(of_scale);
+      linear_gelu_fp8(params_, stream);
+    };
+    for_rows(out, launch, RowBinding{of_scale, scale});
+  }
+
+  // Rows at one distance from each other: all, or those of an index of the first of two leading dimensions.
+  struct RowsAt {
+    const RowShape& shape;
+    int64_t index;
+
+    int64_t rows() const { return shape.sizes[shape.ndim - 1]; }
+    int64_t stride(const RowOperand& operand) const { return operand.strides[shape.ndim - 1]; }
+    void* data(const RowOperand& operand, int64_t element_bytes) const {
+      return static_cast<char*>(operand.data) + index * operand.strides[0] * element_bytes;
+    }
+  };
+
+  // Calls launch(rows, stream) with x, its scale and the result of the only weight in params_.
+  template <typename Launch, typename... Tensors>
+  void for_rows(const Tensor& out, const Launch& launch, const RowBinding<Tensors>&... others) {
+    if (out.numel() == 0) return;
+    RowShape shape;
+    RowOperand of_x, of_x_scale, of_out;
+    RowLaunch rows(check_.shape(), RowBinding{of_x, x_}, RowBinding{of_x_scale, x_scale_},
+                   RowBinding{of_out, out}, others...);
+    const DeviceStream device(x_);
     rows.run(shape, [&] {
-      const int inner = shape.ndim - 1;
-      const int64_t launches = shape.ndim > 1 ? shape.sizes[0] : 1;
-      params_.rows = shape.sizes[inner];
-      params_.weights[0].out_stride = of_out.strides[inner];
-      params_.out_scale_stride = of_scale.strides[inner];
-      for (int64_t i = 0; i < launches; ++i) {
-        params_.x = static_cast<const char*>(of_x.data) + i * of_x.strides[0];
-        params_.x_scale = static_cast<const float*>(of_x_scale.data) + i * of_x_scale.strides[0];
-        params_.weights[0].out = static_cast<char*>(of_out.data) + i * of_out.strides[0];
-        params_.out_scale = static_cast<float*>(of_scale.data) + i * of_scale.strides[0];
-        linear_gelu_fp8(params_, device.stream());
+      for (int64_t i = 0; i < (shape.ndim > 1 ? shape.sizes[0] : 1); ++i) {
+        const RowsAt at{shape, i};
+        params_.rows = at.rows();
+        params_.x = at.data(of_x, 1);
+        params_.x_scale = static_cast<const float*>(at.data(of_x_scale, sizeof(float)));
+        params_.weights[0].out = at.data(of_out, out.element_bytes());
+        params_.weights[0].out_stride = at.stride(of_out);
+        launch(at, device.stream());
       }
     });
   }
@@ -297,6 +341,15 @@ void call_linear_gelu_fp8_out(const char* operation, const Tensor& x, const Tens
       {{"x", x}, {"x_scale", x_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
 }
 
+OwnedTensor call_linear_gated_residual_fp8(const char* operation, const Tensor& residual, const Tensor& x,
+                                           const Tensor& x_scale, const Tensor& weight,
+                                           const Tensor& weight_scale, const OptionalTensor& bias,
+                                           const OptionalTensor& gate) {
+  LinearFp8Call call(operation, x, x_scale);
+  call.add(kWeight, weight, weight_scale, bias);
+  return call.run_residual(residual, gate);
+}
+
 // In linears_fp8 the third weight and its scale are either both given or not.
 constexpr Operation kOperations[] = {
     operation<"quantize_fp8(Tensor x, bool is_blocked) -> (Tensor, Tensor)", call_quantize_fp8>(),
@@ -310,6 +363,9 @@ constexpr Operation kOperations[] = {
               " Tensor weight_1, Tensor weight_scale_1, Tensor? bias_1, Tensor? weight_2,"
               " Tensor? weight_scale_2, Tensor? bias_2, bool is_float16) -> Tensor[]",
               call_linears_fp8>(),
+    operation<"linear_gated_residual_fp8(Tensor residual, Tensor x, Tensor x_scale, Tensor weight,"
+              " Tensor weight_scale, Tensor? bias, Tensor? gate) -> Tensor",
+              call_linear_gated_residual_fp8>(),
     operation<"linear_gelu_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
               " bool tanh_approximation) -> (Tensor, Tensor)",
               call_linear_gelu_fp8>(),
