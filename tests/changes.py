@@ -21,6 +21,7 @@ from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
+import fp8_models
 from random_inputs import offset
 
 # --------------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def change_weight(part, how, index=0, is_buffer=False):
         (module, name)
         for module in part.modules()
         for name, value in (module._buffers if is_buffer else module._parameters).items()
-        if is_floating(value)
+        if is_floating(value) and not hasattr(value, "qdata")
     ]
     if not found:
         return
@@ -363,6 +364,61 @@ def change_weight(part, how, index=0, is_buffer=False):
     ]
     alike.remove(chosen)
     WEIGHT_CHANGES[how](*chosen, *(alike[0] if alike else chosen))
+
+
+def _set_fp8(make):
+    def change(layer, other):
+        layer.weight = make(layer.weight)
+
+    return change
+
+
+def _set_on_fp8(name, make):
+    def change(layer, other):
+        setattr(layer.weight, name, make(getattr(layer.weight, name)))
+
+    return change
+
+
+def _negate_fp8(values):
+    values.view(torch.uint8).bitwise_xor_(128)
+    return values
+
+
+def _swap_fp8(layer, other):
+    layer.weight, other.weight = other.weight, layer.weight
+
+
+def _swap_fp8_tensors(layer, other):
+    if layer is not other:
+        torch.utils.swap_tensors(layer.weight, other.weight)
+
+
+# Functions of a layer that is quantized to FP8, and of another with a weight of the same shape.
+FP8_CHANGES = {
+    "scale in place": _set_on_fp8("scale", lambda scale: scale.mul_(0.9)),
+    "new scale": _set_on_fp8("scale", lambda scale: scale * 0.9),
+    "values in place": _set_on_fp8("qdata", _negate_fp8),
+    "new values": _set_on_fp8("qdata", lambda values: _negate_fp8(values.clone())),
+    "new weight": _set_fp8(lambda weight: fp8_models.changed(weight, scale=weight.scale * 0.9)),
+    "quantized alone": _set_fp8(lambda weight: fp8_models.changed(weight, act_quant_kwargs=None)),
+    "dequantized": _set_fp8(
+        lambda weight: nn.Parameter(weight.dequantize(), requires_grad=False)
+    ),
+    "swap parameters": _swap_fp8,
+    "swap_tensors": _swap_fp8_tensors,
+}
+
+
+def change_fp8(model, how, index=0):
+    """Change the weight of one of a model's layers that are quantized to FP8."""
+    layers = [layer for layer in model.modules() if fp8_models.is_quantized(layer)]
+    if not layers:
+        return
+    layer = layers[index % len(layers)]
+    of = [(one.weight.shape, one.weight.scale.shape) for one in layers]
+    alike = [one for one, its in zip(layers, of, strict=True) if its == of[layers.index(layer)]]
+    FP8_CHANGES[how](layer, alike[(alike.index(layer) + 1) % len(alike)])
 
 
 def _set_dropout(part, value):
