@@ -396,11 +396,11 @@ def _swap_fp8_tensors(layer, other):
 
 # Functions of a layer that is quantized to FP8, and of another with a weight of the same shape.
 FP8_CHANGES = {
-    "scale in place": _set_on_fp8("scale", lambda scale: scale.mul_(0.9)),
-    "new scale": _set_on_fp8("scale", lambda scale: scale * 0.9),
+    "scale in place": _set_on_fp8("scale", lambda scale: scale.mul_(-1)),
+    "new scale": _set_on_fp8("scale", lambda scale: -scale),
     "values in place": _set_on_fp8("qdata", _negate_fp8),
     "new values": _set_on_fp8("qdata", lambda values: _negate_fp8(values.clone())),
-    "new weight": _set_fp8(lambda weight: fp8_models.changed(weight, scale=weight.scale * 0.9)),
+    "new weight": _set_fp8(lambda weight: fp8_models.changed(weight, scale=-weight.scale)),
     "quantized alone": _set_fp8(lambda weight: fp8_models.changed(weight, act_quant_kwargs=None)),
     "dequantized": _set_fp8(
         lambda weight: nn.Parameter(weight.dequantize(), requires_grad=False)

@@ -19,11 +19,11 @@ pytestmark = [
 kinds = pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
 
 
-def check(families, seeds, device, graphs):
+def check(families, seeds, device, graphs, **options):
     counts = {}
     for family in families:
         for seed in seeds:
-            result = random_sequences.random_sequence(family, seed, device, graphs)
+            result = random_sequences.random_sequence(family, seed, device, graphs, **options)
             if result.failure:
                 pytest.fail(f"{result.message}\n{result.traceback}", pytrace=False)
             counts[family] = counts.get(family, 0) + result.counts["replayed"]
@@ -39,11 +39,17 @@ def test_models_do_what_plain_ones_do(family, device, graphs):
     assert (replayed[family] > 0) == graphs
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
+def test_models_in_fp8_do_what_plain_ones_do(family, device):
+    check([family], range(2), device, False, fp8=True)
+
+
 @pytest.mark.slow
 @kinds
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["unquantized", "fp8"])
 @pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
-def test_more_sequences(family, device, graphs):
-    check([family], range(3, 12), device, graphs)
+def test_more_sequences(family, device, graphs, is_fp8):
+    check([family], range(3, 12), device, graphs, fp8=is_fp8)
 
 
 @kinds
