@@ -402,9 +402,7 @@ FP8_CHANGES = {
     "new values": _set_on_fp8("qdata", lambda values: _negate_fp8(values.clone())),
     "new weight": _set_fp8(lambda weight: fp8_models.changed(weight, scale=-weight.scale)),
     "quantized alone": _set_fp8(lambda weight: fp8_models.changed(weight, act_quant_kwargs=None)),
-    "dequantized": _set_fp8(
-        lambda weight: nn.Parameter(weight.dequantize(), requires_grad=False)
-    ),
+    "dequantized": _set_fp8(lambda weight: nn.Parameter(weight.dequantize(), requires_grad=False)),
     "swap parameters": _swap_fp8,
     "swap_tensors": _swap_fp8_tensors,
 }

@@ -1006,7 +1006,7 @@ class Twins:
         share=[1.0, 1.0, 0.6],
         seed=number(100),
     )
-    def quantize_fp8(self, *, module, granularity="PerRow", is_dynamic=True, share=1.0, seed=0):
+    def quantize_fp8(self, *, module="", granularity="PerRow", is_dynamic=True, share=1.0, seed=0):
         """Quantizes a share of a part's linear layers, by default of all blocks."""
         chosen = random.Random(seed)
         paths = [module] if module else self.family.block_lists
