@@ -80,12 +80,12 @@ def eager_product(x, weight, bias=None):
     """``EagerLinear`` in place of torchao's product of x and a transposed weight. x is not quantized if only
     the weight is. The derivative does not see the quantization."""
     with torch.autocast(x.device.type, enabled=False):
-        wide = x.float()
-        if weight.act_quant_kwargs is not None:
-            if wide.requires_grad:
-                wide = wide + (quantized_by_row(x) - wide).detach()
-            else:
-                wide = quantized_by_row(x)
+        if weight.act_quant_kwargs is None:
+            wide = x.float()
+        elif x.requires_grad:
+            wide = x + (quantized_by_row(x) - x).detach()
+        else:
+            wide = quantized_by_row(x)
         out = wide @ dequantized(weight)
         return (out if bias is None else out + bias.float()).to(x.dtype)
 
