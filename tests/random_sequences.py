@@ -80,17 +80,19 @@ MODELS = collections.ChainMap(IN_FULL, Families())
 # One wrong block is 10 to 100 times the error.
 #
 # FP8: as 16 bits. The float32 model has the dequantized weights and quantizes no inputs. The ratio was between
-# 0.61 and 1.49 for the output in 510 forwards of all models, and between 0.64 and 1.41 for the gradient in 87.
-# In one layer, the rows of another call exceed the limit 2 to 12 times, scales that are 1.5 times too large 1 to
-# 5 times, and one wrong token 2 to 3 times in LTX-Video, but not always in FLUX.1 and Stable Diffusion 3. An
-# adapter that is left out exceeds it 9 to 23 times. Without a float32 model, results of correct models differ by
-# 10% at most.
+# 0.61 and 1.49 for the output in 1900 forwards of all models, and between 0.64 and 1.41 for the gradient in 90.
+# For outputs of 12 to 36 elements it was between 0.42 and 2.65.
+# In one layer, the rows of another call exceed the limit 2 to 12 times, scales that are 1.5 times too large 1
+# to 5 times, and one wrong token 2 to 3 times in LTX-Video, but not always in FLUX.1 and Stable Diffusion 3. An
+# adapter that is left out exceeds it 9 to 23 times. Without a float32 model, results of correct models differ
+# by 10% at most.
 FLOAT32_LIMIT = 1e-4
 FLOAT32_GRADIENT_LIMIT = 1e-3
 ROUNDED_LIMIT = 1.75
 ROUNDED_GRADIENT_LIMIT = 2.5
 UNKNOWN_ROUNDING_LIMIT = 4
 UNKNOWN_FP8_LIMIT = 0.25
+FEW_ELEMENTS, FP8_LIMIT_OF_FEW = 64, 3.5
 
 MOST_KEPT_OUTPUTS = 4
 CONTROL_ARGUMENTS = ("controlnet_block_samples", "block_controlnet_hidden_states")
@@ -159,6 +161,8 @@ def compare_rounded(what, tested, plain, float32, eps, is_gradient, is_fp8=False
         return
     error, allowed = relative_distance(tested, float32), relative_distance(plain, float32)
     limit = ROUNDED_GRADIENT_LIMIT if is_gradient else ROUNDED_LIMIT
+    if is_fp8 and plain.numel() < FEW_ELEMENTS:
+        limit = FP8_LIMIT_OF_FEW
     if error > limit * allowed + eps / 4:
         raise Difference(
             f"{what} is {error:.3g} of its norm from the float32 model's, the plain one {allowed:.3g}"
