@@ -21,6 +21,7 @@ from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from diffusers.models.normalization import RMSNorm
 from torch import nn
 
+import fp8_models
 from random_inputs import offset
 
 # --------------------------------------------------------------------------------------------------
@@ -230,6 +231,13 @@ OTHER_NORMS = (
 )
 
 
+def remove_own_forward(part):
+    """Remove the class's forward that libraries left on the instance: it would hide a new class's, but only
+    in a plain model."""
+    if getattr(part.__dict__.get("forward"), "__func__", None) is type(part).forward:
+        del part.forward
+
+
 def replace_part(model, path, kind, another=None):
     """Replace a part with a user's module.
 
@@ -241,6 +249,7 @@ def replace_part(model, path, kind, another=None):
     old = model.get_submodule(path)
     if kind == "halved":
         if type(old) is nn.Linear:
+            remove_own_forward(old)
             old.__class__ = HalvedLinear
         return
     new = {
@@ -350,7 +359,7 @@ def change_weight(part, how, index=0, is_buffer=False):
         (module, name)
         for module in part.modules()
         for name, value in (module._buffers if is_buffer else module._parameters).items()
-        if is_floating(value)
+        if is_floating(value) and not hasattr(value, "qdata")
     ]
     if not found:
         return
@@ -363,6 +372,59 @@ def change_weight(part, how, index=0, is_buffer=False):
     ]
     alike.remove(chosen)
     WEIGHT_CHANGES[how](*chosen, *(alike[0] if alike else chosen))
+
+
+def _set_fp8(make):
+    def change(layer, other):
+        layer.weight = make(layer.weight)
+
+    return change
+
+
+def _set_on_fp8(name, make):
+    def change(layer, other):
+        setattr(layer.weight, name, make(getattr(layer.weight, name)))
+
+    return change
+
+
+def _negate_fp8(values):
+    values.view(torch.uint8).bitwise_xor_(128)
+    return values
+
+
+def _swap_fp8(layer, other):
+    layer.weight, other.weight = other.weight, layer.weight
+
+
+def _swap_fp8_tensors(layer, other):
+    if layer is not other:
+        torch.utils.swap_tensors(layer.weight, other.weight)
+
+
+# Functions of a layer that is quantized to FP8, and of another with a weight of the same shape.
+FP8_CHANGES = {
+    "scale in place": _set_on_fp8("scale", lambda scale: scale.mul_(-1)),
+    "new scale": _set_on_fp8("scale", lambda scale: -scale),
+    "values in place": _set_on_fp8("qdata", _negate_fp8),
+    "new values": _set_on_fp8("qdata", lambda values: _negate_fp8(values.clone())),
+    "new weight": _set_fp8(lambda weight: fp8_models.changed(weight, scale=-weight.scale)),
+    "quantized alone": _set_fp8(lambda weight: fp8_models.changed(weight, act_quant_kwargs=None)),
+    "dequantized": _set_fp8(lambda weight: nn.Parameter(weight.dequantize(), requires_grad=False)),
+    "swap parameters": _swap_fp8,
+    "swap_tensors": _swap_fp8_tensors,
+}
+
+
+def change_fp8(model, how, index=0):
+    """Change the weight of one of a model's layers that are quantized to FP8."""
+    layers = [layer for layer in model.modules() if fp8_models.is_quantized(layer)]
+    if not layers:
+        return
+    layer = layers[index % len(layers)]
+    of = [(one.weight.shape, one.weight.scale.shape) for one in layers]
+    alike = [one for one, its in zip(layers, of, strict=True) if its == of[layers.index(layer)]]
+    FP8_CHANGES[how](layer, alike[(alike.index(layer) + 1) % len(alike)])
 
 
 def _set_dropout(part, value):
@@ -397,9 +459,7 @@ def _set_function(part, value):
 def change_class(part, value=2.0):
     """As FSDP and parametrizations do."""
     cls = type(part)
-    # accelerate's forward on the instance would hide the new class's, but only in a plain model.
-    if getattr(part.__dict__.get("forward"), "__func__", None) is cls.forward:
-        del part.forward
+    remove_own_forward(part)
 
     def forward(self, *args, **kwargs):
         result = super(new, self).forward(*args, **kwargs)

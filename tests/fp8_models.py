@@ -4,6 +4,7 @@ torchao quantizes models only on a GPU, so the weights are made one by one, as i
 does not run on a CPU either.
 """
 
+import contextlib
 import copy
 import importlib
 
@@ -12,6 +13,7 @@ from torch import nn
 
 FP8 = torch.float8_e4m3fn
 PER_ROW, PER_TENSOR = "PerRow", "PerTensor"
+TENSORS = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
 
 
 def is_quantizable(module):
@@ -30,9 +32,7 @@ def quantized(
     weight, granularity=PER_ROW, *, granularity_of_input=None, is_dynamic=True, **options
 ):
     quantization = importlib.import_module("torchao.quantization")
-    tensors = importlib.import_module(
-        "torchao.quantization.quantize_.workflows.float8.float8_tensor"
-    )
+    tensors = importlib.import_module(TENSORS)
     of_products = importlib.import_module("torchao.float8.inference").Float8MMConfig
     if isinstance(granularity, str):
         granularity = getattr(quantization, granularity)()
@@ -63,16 +63,66 @@ class EagerLinear(nn.Module):
         self.bias = layer.bias
 
     def forward(self, x):
-        wide = x.float()
-        # By a tensor: PyTorch multiplies by the inverse of a number on a GPU.
-        scale = wide.abs().amax(-1, keepdim=True) / wide.new_tensor(torch.finfo(FP8).max)
-        wide = torch.where(scale > 0, (wide / scale).to(FP8).float() * scale, 0)
         bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(wide, self.wide_weight, bias).to(x.dtype)
+        return nn.functional.linear(quantized_by_row(x), self.wide_weight, bias).to(x.dtype)
+
+
+def quantized_by_row(x):
+    """The values of x, quantized by row, in float32."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True)
+    # By a tensor: PyTorch multiplies by the inverse of a number on a GPU.
+    scale = scale / torch.full_like(scale, torch.finfo(FP8).max)
+    return torch.where(scale > 0, (wide / scale).to(FP8).float() * scale, 0)
+
+
+def eager_product(x, weight, bias=None):
+    """``EagerLinear`` in place of torchao's product of x and a transposed weight. x is not quantized if only
+    the weight is. The derivative does not see the quantization."""
+    with torch.autocast(x.device.type, enabled=False):
+        if weight.act_quant_kwargs is None:
+            wide = x.float()
+        elif x.requires_grad:
+            wide = x + (quantized_by_row(x) - x).detach()
+        else:
+            wide = quantized_by_row(x)
+        out = wide @ dequantized(weight)
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+@contextlib.contextmanager
+def eager_products():
+    """All layers run ``eager_product`` that do not run on the kernels."""
+    tensors = importlib.import_module(TENSORS)
+    own = tensors._float8_addmm_impl
+    tensors._float8_addmm_impl = eager_product
+    try:
+        yield
+    finally:
+        tensors._float8_addmm_impl = own
 
 
 def dequantized(weight):
     return weight.qdata.float() * weight.scale
+
+
+def changed(weight, **attributes):
+    """A layer's weight with other attributes."""
+    cls = type(weight)
+    names = (*cls.tensor_data_names, *cls.optional_tensor_attribute_names)
+    given = {**{name: getattr(weight, name) for name in names}, **attributes}
+    return nn.Parameter(cls(**given), requires_grad=False)
+
+
+def widened(weight):
+    """A copy in float32 of a layer's weight, without quantization of the layer's input."""
+    return changed(
+        weight,
+        qdata=weight.qdata.clone(),
+        scale=weight.scale.clone(),
+        act_quant_kwargs=None,
+        dtype=torch.float32,
+    )
 
 
 def eager(model):

@@ -5,6 +5,7 @@ import torch
 from torch.utils import _pytree
 
 import random_sequences
+from changes import FP8_CHANGES
 from families import FAMILIES, WAITING
 from graphs import module_of
 from random_inputs import GOOD_FORMS, QUIET_FORMS
@@ -19,11 +20,11 @@ pytestmark = [
 kinds = pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs"])
 
 
-def check(families, seeds, device, graphs):
+def check(families, seeds, device, graphs, **options):
     counts = {}
     for family in families:
         for seed in seeds:
-            result = random_sequences.random_sequence(family, seed, device, graphs)
+            result = random_sequences.random_sequence(family, seed, device, graphs, **options)
             if result.failure:
                 pytest.fail(f"{result.message}\n{result.traceback}", pytrace=False)
             counts[family] = counts.get(family, 0) + result.counts["replayed"]
@@ -39,11 +40,29 @@ def test_models_do_what_plain_ones_do(family, device, graphs):
     assert (replayed[family] > 0) == graphs
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
+def test_models_in_fp8_do_what_plain_ones_do(family, device):
+    check([family], range(2), device, False, fp8=True)
+
+
+@pytest.mark.parametrize("how", FP8_CHANGES)
+def test_changes_of_weights_in_fp8(device, how):
+    with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
+        twins.quantize_fp8()
+        twins.inject()
+        for index in range(3):
+            twins.forward()
+            twins.change_fp8(how=how, index=index)
+        twins.forward()
+        twins.finish()
+
+
 @pytest.mark.slow
 @kinds
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["unquantized", "fp8"])
 @pytest.mark.parametrize("family", [*FAMILIES, "unet", "pixart"])
-def test_more_sequences(family, device, graphs):
-    check([family], range(3, 12), device, graphs)
+def test_more_sequences(family, device, graphs, is_fp8):
+    check([family], range(3, 12), device, graphs, fp8=is_fp8)
 
 
 @kinds
@@ -107,6 +126,43 @@ def test_faults_of_graphs_are_found(kernel, device, monkeypatch, owner, name, re
             twins.forward(options="no mask", times=4)
             graphs = [*twins.watch.captured]  # noqa: F841
             twins.eject()
+
+
+def with_another_scale(rows, weight, earlier):
+    return rows, weight._replace(scale=weight.scale * 1.5)
+
+
+def with_a_wrong_token(rows, weight, earlier):
+    values = rows.values.view(torch.uint8).clone()
+    values[:, 0] = values[:, 1]
+    values = values.view(rows.values.dtype)
+    return type(rows)(values, rows.scale, rows.dtype, rows.weights), weight
+
+
+def with_earlier_rows(rows, weight, earlier):
+    return earlier, weight
+
+
+@pytest.mark.parametrize("fault", [with_another_scale, with_a_wrong_token, with_earlier_rows])
+def test_faults_of_one_fp8_layer_are_found(kernel, device, monkeypatch, fault):
+    linears = module_of(kernel, "linears")
+    own, seen = linears.fp8_product, []
+
+    def product(rows, weight):
+        if weight.values is layer.weight.qdata:
+            seen.append(rows)
+            if len(seen) > 1:
+                rows, weight = fault(rows, weight, seen[0])
+        return own(rows, weight)
+
+    monkeypatch.setattr(linears, "fp8_product", product)
+    with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
+        twins.quantize_fp8()
+        twins.inject()
+        layer = twins.tested.get_submodule("transformer_blocks.0.attn1.to_v")
+        twins.forward()
+        with pytest.raises(Difference, match="from the float32 model's"):
+            twins.forward(seed=1)
 
 
 # ------------------------------------------------------------------------------------------------

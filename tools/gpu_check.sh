@@ -95,11 +95,11 @@ step_graphs() {
   return "$status"
 }
 
-# Random sequences of user actions on an injected model, with and without CUDA graphs: $SEQUENCES per family and
-# kind, from $FIRST_SEED on.
+# Random sequences of user actions on an injected model, with and without CUDA graphs and FP8 layers: $SEQUENCES
+# per family and kind, from $FIRST_SEED on.
 step_sequences() {
   local status=0 kind
-  for kind in "" --graphs; do
+  for kind in "" --graphs --fp8 "--fp8 --graphs"; do
     echo "--- random sequences $kind"
     "$PYTHON" tests/random_sequences.py $kind --device cuda \
       --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1
