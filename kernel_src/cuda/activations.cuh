@@ -53,6 +53,16 @@ struct GeluTanh {
   }
 };
 
+// For results in E4M3, which keeps 4 bits.
+struct CoarseGeluTanh {
+  template <bool kFast>
+  __device__ __forceinline__ static float apply(float x) {
+    constexpr float kSqrtTwoOverPi = 0.79788456080286536f, kCubic = 0.044715f;
+    const float u = x * fmaf(kSqrtTwoOverPi * kCubic, x * x, kSqrtTwoOverPi), half = 0.5f * x;
+    return fmaf(half, fast_tanh(u), half);
+  }
+};
+
 // A pack of x and of its bias, if there is one.
 template <typename T, int kSize>
 struct BiasedPack {

@@ -72,7 +72,7 @@ void linear_gelu_fp8(const LinearFp8Params& args, Stream stream) {
     launch_product<kColumns, Output, false>(kOperation, args, stream);
   };
   if (args.tanh_approximation)
-    launch(std::type_identity<GeluTanh>{});
+    launch(std::type_identity<CoarseGeluTanh>{});
   else
     launch(std::type_identity<GeluErf>{});
 }

@@ -17,4 +17,11 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return result;
 }
 
+// Returns tanh(x) with a relative error of at most 2^-11, by one instruction.
+__device__ __forceinline__ float fast_tanh(float x) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 }  // namespace h100_diffusers_kernels
