@@ -22,7 +22,8 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 
 BFLOAT16 = torch.bfloat16
 NORMS = ("norm_fp8", "gated_residual_norm_modulate_fp8")
-PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gelu_fp8_out", "products"}
+PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gelu_fp8_out"}
+PRODUCTS |= {"linear_gated_residual_fp8", "products"}
 QUANTIZATION = {"quantize_fp8", "quantize_fp8_out", "activation_fp8", *NORMS}
 OPERATIONS = PRODUCTS | QUANTIZATION
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
@@ -117,19 +118,19 @@ def test_accuracy(kernel, device, family):
 @some_families
 def test_calls(kernel, device, family):
     """What quantizes: passes of their own, norms, activations (in products, or in passes of their own), and
-    the attention's result beside an activation."""
+    the attention's result beside an activation. Residuals are added in the last products."""
     model, arguments, count = prepared(family, device)
     kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
     names = ("quantize_fp8", *NORMS, "linear_gelu_fp8", "activation_fp8")
-    names += ("quantize_fp8_out", "linear_gelu_fp8_out")
+    names += ("quantize_fp8_out", "linear_gelu_fp8_out", "linear_gated_residual_fp8")
     assert [calls[name] for name in names] == {
-        "ltx": [8, 1, 3, 2, 0, 0, 0],
-        "flux": [10, 3, 7, 4, 0, 2, 2],
-        "flux2": [6, 3, 7, 0, 4, 0, 0],
-        "qwenimage": [8, 2, 6, 4, 0, 0, 0],
-        "wan": [6, 1, 5, 2, 0, 0, 0],
-        "sd3": [19, 0, 5, 5, 0, 0, 0],
+        "ltx": [8, 2, 2, 2, 0, 0, 0, 2],
+        "flux": [10, 6, 4, 4, 0, 2, 2, 6],
+        "flux2": [6, 5, 5, 0, 4, 0, 0, 4],
+        "qwenimage": [8, 4, 4, 4, 0, 0, 0, 4],
+        "wan": [6, 2, 4, 2, 0, 0, 0, 2],
+        "sd3": [19, 0, 5, 5, 0, 0, 0, 5],
     }[family.name]
     assert calls["products"] == count
 

@@ -1,6 +1,6 @@
 // Quantization to FP8 of rows, or of blocks of rows; also of activations. Rows of up to 18432 elements, as in
-// FLUX.2's feed-forward, are held in registers. Longer and unaligned ones are read twice, one element at a
-// time.
+// FLUX.2's feed-forward, are held in registers, and longer ones in parts if their blocks have scales of their
+// own. Other and unaligned rows are read twice, one element at a time.
 #include <type_traits>
 
 #include "activations.cuh"
@@ -18,6 +18,7 @@ namespace {
 constexpr int kQuantizedPack = 8;  // elements that a thread stores at once
 constexpr int kBlockPacks = kFp8BlockSize / kQuantizedPack;
 constexpr int kMostThreads = 768, kLongRowPacks = 3;
+constexpr int kMostParts = 65535;  // of a row: the grid's second dimension
 
 struct QuantizeKernelParams {
   RowIndexer::Operand x, out, scale;
@@ -113,7 +114,7 @@ struct QuantizedRow {
 };
 
 // kThreadsPerRow threads hold up to kPacks packs each in registers. With kIsBlocked each pack's scale is that
-// of kBlockPacks adjacent threads.
+// of kBlockPacks adjacent threads, so blocks of the grid's second dimension may share a row.
 template <class Values, int kThreadsPerRow, int kPacks, bool kIsBlocked>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
@@ -126,12 +127,13 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   const QuantizedRow result(params, index);
   griddepcontrol_wait();
 
+  const int first = kIsBlocked ? static_cast<int>(blockIdx.y) * kThreadsPerRow * kPacks : 0;
   typename Values::template Loaded<kQuantizedPack> loaded[kPacks];
   float values[kPacks][kQuantizedPack] = {};
   bool is_column[kPacks];
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    const int column = position.pack(i) * kQuantizedPack;
+    const int column = (first + position.pack(i)) * kQuantizedPack;
     is_column[i] = is_row && column < hidden;
     if (is_column[i]) row.load(column, loaded[i]);
   }
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
   for (int i = 0; i < kPacks; ++i) {
     if (!is_column[i]) continue;
     const Fp8Quotient quotient(fp8_scale(largest[i % kScales]));
-    const int pack = position.pack(i);
+    const int pack = first + position.pack(i);
     store_fp8(result.out + pack * kQuantizedPack, values[i], quotient);
     if (kIsBlocked && pack % kBlockPacks == 0) result.scale[pack / kBlockPacks] = quotient.scale;
   }
@@ -222,9 +224,10 @@ __global__ void __launch_bounds__(kAnyRowThreads)
 
 template <class Values, class ThreadsPerRow, bool kIsBlocked>
 void launch(const char* operation, const QuantizeKernelParams& params, bool has_packs, Stream stream) {
-  const auto launch_one = [&](auto kernel, auto threads) {
-    launch_kernel(operation, kernel, RowPosition<threads>::blocks(params.rows), kBlockThreads<threads>,
-                  params, stream);
+  const auto launch_one = [&](auto kernel, auto threads, int64_t parts = 1) {
+    const dim3 grid(static_cast<unsigned>(RowPosition<threads>::blocks(params.rows)),
+                    static_cast<unsigned>(parts));
+    launch_kernel(operation, kernel, grid, kBlockThreads<threads>, params, stream);
   };
   const int64_t packs = params.hidden / kQuantizedPack;
   if (has_packs && packs > 0 && params.hidden % kQuantizedPack == 0) {
@@ -233,9 +236,10 @@ void launch(const char* operation, const QuantizeKernelParams& params, bool has_
         }))
       return;
     if constexpr (Values::kHoldsLongRows) {
-      if (packs <= kMostThreads * kLongRowPacks)
+      const int64_t parts = ceil_divide(packs, kMostThreads * kLongRowPacks);
+      if (parts == 1 || (kIsBlocked && parts <= kMostParts))
         return launch_one(quantize_fp8_kernel<Values, kMostThreads, kLongRowPacks, kIsBlocked>,
-                          Constant<kMostThreads>{});
+                          Constant<kMostThreads>{}, parts);
     }
   }
   if constexpr (kIsBlocked)

@@ -55,7 +55,7 @@ bool try_launch(const char* operation, const RowNormParams& args, Stream stream)
   bool is_launched = false;
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) {
-      if (!has_vector_access(args, sizeof(T))) return;
+      if (args.hidden == 0 || !has_vector_access(args, sizeof(T))) return;
       using Result = QuantizedOutput<Output>;
       const RowKernelParams<Input, Result> params(args);
       const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;

@@ -21,7 +21,7 @@ from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain
 from .linears import (
     SILU,
     are_fp8,
-    feed_forward,
+    feed_forward_branch,
     feed_forward_weights,
     linear,
     plain_weight,
@@ -50,7 +50,7 @@ class ResidualBranch(NamedTuple):
     """The end of a stream, ``norms.gated_residual`` of these arguments, which is the block's result."""
 
     residual: Tensor
-    x: Tensor
+    x: Any
     gate: Modulator = None
     x_norm: tuple[Any, str] | None = None
     tanh_gate: bool = False
@@ -239,7 +239,7 @@ def feed_forwards(
         weights = feed_forward_weights(module, x)
         how = (attention_out, gate, scale, shift)
         x, n = residual_norm(call, block, norm, x, *how, weights=weights)
-        out = feed_forward(module, n)
+        out = feed_forward_branch(module, n)
         branches.append(ResidualBranch(x, out, gate_of_feed_forward))
     return branches
 

@@ -117,6 +117,25 @@ def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
 
 
+class Fp8Product(NamedTuple):
+    """An FP8 layer's result that is yet to be computed: with the residual sum, if that is its next use."""
+
+    x: QuantizedRows
+    weight: Fp8Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.weight.values.shape[0])
+
+    def result(self) -> Tensor:
+        return fp8_product(self.x, self.weight)
+
+    def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
+        """``residual + gate * result``, of a 16-bit residual."""
+        x, weight = self
+        return functional.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
+
+
 def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tensor]:
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):

@@ -25,6 +25,7 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
 from .fp8_linears import (
+    Fp8Product,
     Fp8Weight,
     fp8_gelu_product,
     fp8_product,
@@ -188,15 +189,15 @@ class Fp8Columns(NamedTuple):
         return self.values[..., self.width :], self.scale[..., self.width // FP8_BLOCK :]
 
 
-def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Tensor:
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
     """``layer(torch.cat([first, second], dim=-1))``, without the concat if it is plain. ``second`` may be
-    ``Fp8Columns`` of this layer."""
+    ``Fp8Columns`` of this layer; then the result may be an ``Fp8Product``."""
     if type(second) is Fp8Columns:
         values, scale = second.first()
         if kernels_take(first) and first.shape == values.shape and first.dtype is second.dtype:
             functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
-            return fp8_product(rows, second.weight)
+            return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), second.dtype, {}))
     plain = plain_weight(layer)
     if (
@@ -282,6 +283,12 @@ def feed_forward(module: Any, x: Any) -> Tensor:
 
     Before an FP8 layer the activation is quantized in the pass that computes it.
     """
+    y = feed_forward_branch(module, x)
+    return y.result() if type(y) is Fp8Product else y
+
+
+def feed_forward_branch(module: Any, x: Any) -> Any:
+    """``feed_forward`` for a residual sum, which may be an ``Fp8Product``."""
     if is_plain(module, FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
@@ -291,7 +298,9 @@ def feed_forward(module: Any, x: Any) -> Tensor:
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
                 y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
-            return run_dropout(last[0], y) if last else y
+            if last and not _is_identity(last[0]):
+                return last[0](y.result() if type(y) is Fp8Product else y)
+            return y
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
@@ -316,7 +325,7 @@ def _has_plain_weight(layer: Any) -> bool:
     return type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
-def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Tensor | None:
+def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Product | None:
     """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
     for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
         if type(activation) is known.cls:
@@ -342,9 +351,9 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Tensor | 
         if weights and proj in weights:
             rows = quantized_rows(x)
             h = fp8_gelu_product(rows, weights[proj], activation.approximate)
-            return fp8_product(QuantizedRows(*h, x.dtype, {}), found)
+            return Fp8Product(QuantizedRows(*h, x.dtype, {}), found)
     h = linear(proj, x)
-    return fp8_product(QuantizedRows(*operation(activation, h), x.dtype, {}), found)
+    return Fp8Product(QuantizedRows(*operation(activation, h), x.dtype, {}), found)
 
 
 # --------------------------------------------------------------------------------------------------

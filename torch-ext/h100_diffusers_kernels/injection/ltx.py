@@ -36,7 +36,7 @@ from .blocks import BlockSpec, ResidualBranch, begin, finish, table_prologue
 from .cache import cached
 from .embeddings import TIMESTEPS
 from .forward_state import Family, model_spec
-from .linears import LINEAR_GELU, feed_forward, feed_forward_weights
+from .linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights
 from .norms import gated_residual, residual_norm
 from .patch import Call, PatchSpec, is_wrapped
 from .rotary import CoordinateTables
@@ -77,7 +77,7 @@ def _block_forward(
     how = (attention_out, None, scale_mlp, shift_mlp)
     weights = feed_forward_weights(modules["ff"], x)
     x, normalized = residual_norm(call, self, "norm2", x, *how, weights=weights)
-    branch = ResidualBranch(x, feed_forward(modules["ff"], normalized), gate_mlp)
+    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
     return x
 

@@ -21,6 +21,7 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, class_name, is_plain, why_not_plain
+from .fp8_linears import Fp8Product
 from .patch import Call
 from .quantized_rows import QuantizedRows
 
@@ -236,7 +237,7 @@ def residual_norm(
     owner: Any,
     name: str,
     residual: Tensor,
-    x: Tensor,
+    x: Any,
     gate: Modulator,
     *modulation: Modulator,
     upcasts: bool = False,
@@ -246,8 +247,8 @@ def residual_norm(
 ) -> tuple[Any, ...]:
     """``h = gated_residual(residual, x, gate, ...)``, and its norm as in ``norm_modulate``.
 
-    ``norm``: its parameters, if they have been read. ``branch``: x_norm, tanh_gate and addend of
-    ``gated_residual``.
+    ``x`` may be an ``Fp8Product``. ``norm``: its parameters, if they have been read. ``branch``: x_norm,
+    tanh_gate and addend of ``gated_residual``.
     """
     if norm is None:
         found = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
@@ -256,6 +257,10 @@ def residual_norm(
         elif call is not None:
             call.fall_back(f"{name} {found}")
     parts: dict[str, Any] = {}
+    if type(x) is Fp8Product:
+        x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
+        if is_sum:
+            return (x, *norm_modulate(norm, owner, name, x, modulation, upcasts, weights))
     if branch:
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     if norm is not None and x.shape == residual.shape:
@@ -291,13 +296,14 @@ def residual_norm(
 
 def gated_residual(
     residual: Tensor,
-    x: Tensor,
+    x: Any,
     gate: Modulator,
     upcasts: bool = False,
     call: Call | None = None,
     **branch: Any,
 ) -> Tensor:
-    """``residual + gate * x``, even if a layer returned another dtype than its input's.
+    """``residual + gate * x``, even if a layer returned another dtype than its input's. x may be an
+    ``Fp8Product``.
 
     ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype. ``branch``:
 
@@ -306,9 +312,30 @@ def gated_residual(
     - ``tanh_gate``: whether ``tanh(gate)`` takes the gate's place.
     """
     parts: dict[str, Any] = {}
+    if type(x) is Fp8Product:
+        x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
+        if is_sum:
+            return x
     if branch:
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     return _residual(residual, x, gate, upcasts, parts)
+
+
+def _fp8_sum(
+    residual: Tensor, x: Fp8Product, gate: Modulator, upcasts: bool, branch: dict[str, Any]
+) -> tuple[Tensor, bool]:
+    """``gated_residual`` in the product's epilogue and True, or the product and False."""
+    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    if (
+        branch
+        or type(gate) in (tuple, ChosenRows)
+        or x.x.dtype is not residual.dtype
+        or x.shape != residual.shape
+        or not alike(residual, gate)
+        or is_differentiated(residual, gate)
+    ):
+        return x.result(), False
+    return x.added_to(residual, gate), True
 
 
 def _residual(

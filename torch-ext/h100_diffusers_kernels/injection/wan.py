@@ -34,7 +34,7 @@ from .attention import (
 from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, feed_forward, feed_forward_weights, linear
+from .linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights, linear
 from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 from .quantized_rows import as_tensor
@@ -96,7 +96,7 @@ def _after_first_norm(
     out = modules["attn2"](normalized, c, None, None)
     how["weights"] = feed_forward_weights(modules["ffn"], x)
     x, normalized = residual_norm(call, self, "norm3", x, out, None, scale_mlp, shift_mlp, **how)
-    return ResidualBranch(x, feed_forward(modules["ffn"], normalized), gate_mlp)
+    return ResidualBranch(x, feed_forward_branch(modules["ffn"], normalized), gate_mlp)
 
 
 def _vace_block_forward(
