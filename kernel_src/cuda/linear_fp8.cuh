@@ -13,112 +13,11 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "fast_divisor.cuh"
 #include "fp8_product.cuh"
 #include "launch.cuh"
-#include "params.h"
-#include "tensor_copy.cuh"
-#include "warp_group.cuh"
+#include "linear_fp8_tiles.cuh"
 
 namespace h100_diffusers_kernels {
-
-constexpr int kProductClusterBlocks = 2;
-constexpr int kProductGroups = 2;  // multiplying warp groups of a block
-constexpr int kProductTileRows = kProductGroups * kWarpGroupRows;
-constexpr int kProductThreads = (1 + kProductGroups) * kWarpGroupThreads;
-constexpr int kProductDepth = kBoxRowBytes;  // a stage has one box of each matrix, with the same depth
-static_assert(kProductDepth == kFp8BlockSize);
-
-// Shared memory. kElementBytes: of the result
-template <int kColumns_, int kElementBytes>
-struct ProductMemory {
-  static constexpr int kColumns = kColumns_;
-  static constexpr uint32_t kXBytes = kProductTileRows * kBoxRowBytes;
-  static constexpr uint32_t kWeightBytes = kColumns * kBoxRowBytes;
-  static constexpr uint32_t kStageBytes = kXBytes + kWeightBytes;
-  static constexpr uint32_t kOutBoxBytes = kWarpGroupRows * kBoxRowBytes;
-  static constexpr int kOutBoxColumns = kBoxRowBytes / kElementBytes;
-  static constexpr int kOutBoxes = kColumns / kOutBoxColumns;
-  static constexpr uint32_t kOutBytes = kProductGroups * kOutBoxes * kOutBoxBytes;
-  static constexpr uint32_t kFactorBytes = kColumns * sizeof(float2);  // of each warp group
-  static constexpr uint32_t kBarrierBytes = 256;
-  static constexpr uint32_t kOtherBytes = kOutBytes + kProductGroups * kFactorBytes + kBarrierBytes;
-  static constexpr int kStages =
-      static_cast<int>((kMaxSharedBytes - kSwizzleBytes - kOtherBytes) / kStageBytes);
-  static constexpr int64_t kBytes = kSwizzleBytes + kStages * kStageBytes + kOtherBytes;
-  using StageRing = Ring<kStages>;
-  static_assert(StageRing::kBytes + kProductGroups * Barrier::kBytes <= kBarrierBytes);
-
-  uint32_t base = shared_tiles();
-
-  __device__ __forceinline__ uint32_t x(int stage) const { return base + stage * kStageBytes; }
-  __device__ __forceinline__ uint32_t weight(int stage) const { return x(stage) + kXBytes; }
-  __device__ __forceinline__ uint32_t out(int group) const {
-    return base + kStages * kStageBytes + group * kOutBoxes * kOutBoxBytes;
-  }
-  // The scale and the bias of each column.
-  __device__ __forceinline__ uint32_t factors(int group) const {
-    return out(kProductGroups) + group * kFactorBytes;
-  }
-  __device__ __forceinline__ StageRing ring() const { return {factors(kProductGroups)}; }
-  __device__ __forceinline__ Barrier residual(int group) const {
-    return {ring().address + StageRing::kBytes + group * Barrier::kBytes};
-  }
-};
-
-constexpr int kProductGroupPairs = 8;  // pairs of row tiles that clusters compute before those further down
-
-struct ProductParams {
-  CUtensorMap x, weights[kMaxFp8Weights], outs[kMaxFp8Weights], residual;
-  LinearFp8Params args;
-  int row_pairs, column_tiles, depth_tiles;
-  int first_tiles[kMaxFp8Weights];     // each weight's first tile of columns; column_tiles if it is absent
-  FastDivisor group_tiles;             // of kProductGroupPairs pairs of row tiles
-  bool is_out_mapped[kMaxFp8Weights];  // and the residual, if there is one
-
-  __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
-};
-
-// The weight, first row and first column of a block's tile. A cluster has a pair of row tiles. Clusters that
-// run at the same time share a few rows and columns of tiles, which they read from L2.
-struct ProductTile {
-  int weight, row, column;
-
-  __device__ __forceinline__ ProductTile(const ProductParams& params, int index, int rank, int columns) {
-    const int group = static_cast<int>(params.group_tiles.divide(index)), first = group * kProductGroupPairs;
-    const int place = index - group * static_cast<int>(params.group_tiles.divisor);
-    const int pairs = min(kProductGroupPairs, params.row_pairs - first);
-    // Only the last group has fewer pairs.
-    const int column_tile = pairs == kProductGroupPairs ? place / kProductGroupPairs : place / pairs;
-    weight = 0;
-#pragma unroll
-    for (int i = 1; i < kMaxFp8Weights; ++i) weight += column_tile >= params.first_tiles[i];
-    column = (column_tile - params.first_tiles[weight]) * columns;
-    row = (kProductClusterBlocks * (first + place - column_tile * pairs) + rank) * kProductTileRows;
-  }
-};
-
-template <class M>
-__device__ __forceinline__ void load_product_tiles(const ProductParams& params, const M& memory, int rank) {
-  constexpr int kHalf = M::kColumns / kProductClusterBlocks;
-  constexpr uint16_t kAllBlocks = (1 << kProductClusterBlocks) - 1;
-  const auto ring = memory.ring();
-  RingState<typename M::StageRing> state;
-  for (int index = blockIdx.x / kProductClusterBlocks; index < params.tiles();
-       index += gridDim.x / kProductClusterBlocks) {
-    const ProductTile tile(params, index, rank, M::kColumns);
-    const CUtensorMap& weight = params.weights[tile.weight];
-    for (int k = 0; k < params.depth_tiles; ++k) {
-      state.wait_empty(ring);
-      const Barrier full = ring.full(state.stage);
-      full.arrive_expect_tx(M::kStageBytes);
-      tma_load(memory.x(state.stage), params.x, full, MatrixBox{k * kProductDepth, tile.row});
-      tma_load_multicast(memory.weight(state.stage) + rank * kHalf * kBoxRowBytes, weight, full,
-                         MatrixBox{k * kProductDepth, tile.column + rank * kHalf}, kAllBlocks);
-      state.advance();
-    }
-  }
-}
 
 // The rows of a tile that a thread has values of, and their scales.
 template <bool kIsBlocked>
@@ -142,8 +41,8 @@ struct ProductRows {
   }
 };
 
-// The values of a tile that a thread stores: of its two rows, in turn two adjacent columns of each, in the
-// layout of wgmma's d (warp_group.cuh).
+// Where a warp group's values are in the result. A thread has them in the layout of wgmma's d
+// (warp_group.cuh).
 struct ProductPosition {
   int64_t row;  // first row of the warp group
   int column;   // first column of the tile

@@ -1310,7 +1310,7 @@ def linears_fp8(
         A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
     """
     is_float16 = _is_float16("linears_fp8", dtype)
-    given = {"weights": weights, "weight_scales": weight_scales}
+    given: dict[str, Any] = {"weights": weights, "weight_scales": weight_scales}
     if biases is not None:
         given["biases"] = biases
     for name, tensors in given.items():
