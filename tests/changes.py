@@ -231,13 +231,6 @@ OTHER_NORMS = (
 )
 
 
-def remove_own_forward(part):
-    """Remove the class's forward that libraries left on the instance: it would hide a new class's, but only
-    in a plain model."""
-    if getattr(part.__dict__.get("forward"), "__func__", None) is type(part).forward:
-        del part.forward
-
-
 def replace_part(model, path, kind, another=None):
     """Replace a part with a user's module.
 
@@ -249,7 +242,6 @@ def replace_part(model, path, kind, another=None):
     old = model.get_submodule(path)
     if kind == "halved":
         if type(old) is nn.Linear:
-            remove_own_forward(old)
             old.__class__ = HalvedLinear
         return
     new = {
@@ -459,7 +451,9 @@ def _set_function(part, value):
 def change_class(part, value=2.0):
     """As FSDP and parametrizations do."""
     cls = type(part)
-    remove_own_forward(part)
+    # accelerate's forward on the instance would hide the new class's, but only in a plain model.
+    if getattr(part.__dict__.get("forward"), "__func__", None) is cls.forward:
+        del part.forward
 
     def forward(self, *args, **kwargs):
         result = super(new, self).forward(*args, **kwargs)

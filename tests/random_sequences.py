@@ -240,6 +240,11 @@ def can_differentiate_forwards(twins):
     return twins.dtype == torch.float32 and has_original_weights(twins) and not twins.uses_data
 
 
+def can_load_weights(twins):
+    """torchao's tensors take no values of a state dict."""
+    return has_original_weights(twins) and not (twins.adapters or twins.restructured or twins.fp8)
+
+
 def action(weight, with_graphs, allowed=always, **arguments):
     """Register a method of Twins. A call does nothing if the action is not allowed.
 
@@ -956,7 +961,10 @@ class Twins:
     )
     def offload(self, *, kind):
         target = kind.partition(" ")[2]
-        if (target == "disk" and self.changes_weights) or (target == "stream" and self.is_on_cpu):
+        # diffusers writes none of torchao's tensors to a disk.
+        if target == "disk" and (self.changes_weights or self.fp8):
+            return
+        if target == "stream" and self.is_on_cpu:
             return
         folder = (
             self._exit.enter_context(tempfile.TemporaryDirectory()) if target == "disk" else None
@@ -1056,7 +1064,7 @@ class Twins:
         self.apply(lambda model: model.to(getattr(torch, dtype)).to(self._dtype_of(model)) and None)
 
     @action(
-        *(1, 1, lambda t: has_original_weights(t) and not (t.adapters or t.restructured)),
+        *(1, 1, can_load_weights),
         seed=number(3),
         assign=[False, True],
     )
@@ -1156,6 +1164,8 @@ class Twins:
 
     @action(6, 3, is_resident)
     def replace(self, *, module, kind):
+        if kind == "halved" and self.fp8 and self.keeps_forwards:
+            return  # it changes the class; only stand-ins, which FP8 layers have, follow
         self.restructured = True
 
         def replace(model):

@@ -550,12 +550,19 @@ def test_emulated_graphs(graphs):  # noqa: F811
     )
     pair.call()
     assert (pair.calls.captured, pair.calls.replayed) == (1, 3)
-    pair.both(exchange)
-    for _ in range(3):
-        pair.call()
-    assert pair.calls.captured == 2
+    for change, captured in ((exchange, 2), (swap, 3)):
+        pair.both(change)
+        for _ in range(3):
+            pair.call()
+        assert pair.calls.captured == captured
 
 
 def exchange(model):
     layer = LTX.part(model, "linear")
     layer.weight = fp8_models.quantized(layer.weight.dequantize() * 2)
+
+
+def swap(model):
+    """As ``torch.nn.Module.to`` does with torchao's tensors."""
+    attention = LTX.part(model, "attention")
+    torch.utils.swap_tensors(attention.to_q.weight, attention.to_k.weight)

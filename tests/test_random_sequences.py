@@ -49,6 +49,7 @@ def test_models_in_fp8_do_what_plain_ones_do(family, device):
 def test_changes_of_weights_in_fp8(device, how):
     with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
         twins.quantize_fp8()
+        twins.add_lora()
         twins.inject()
         for index in range(3):
             twins.forward()

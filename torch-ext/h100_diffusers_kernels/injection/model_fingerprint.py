@@ -64,6 +64,7 @@ class Fingerprint:
         self.tensors: list[Tensor] = []
         self._seen: set[int] = set()
         self._objects: list[Any] = []  # their classes are compared
+        self._quantized: list[Tensor] = []  # torch.utils.swap_tensors exchanges their dictionaries
         self._states: list[dict] = []  # of modules
         self._empty: list[dict] = []
         self._views: list[Any] = []  # lists, tuples, and dictionaries' values
@@ -111,7 +112,8 @@ class Fingerprint:
         named = [map(itemgetter(*names), each) for names, each in self._named.items()]
         of_model = [type(model), *attributes, *attributes.values()]
         classes = map(type, self._objects)
-        return chain.from_iterable(chain([of_model, classes], self._views, *named))
+        dictionaries = map(vars, self._quantized)
+        return chain.from_iterable(chain([of_model, classes, dictionaries], self._views, *named))
 
     def _add_module(self, module: nn.Module, is_model: bool) -> None:
         state, attributes = vars(module), _attributes_of(module, is_model)
@@ -137,6 +139,7 @@ class Fingerprint:
         if is_plain:
             self.tensors.append(value)
         elif isinstance(value, Tensor):  # quantized: its values are attributes
+            self._quantized.append(value)
             depth = _DEPTH
         elif depth == 0 or isinstance(value, _NO_CONTAINERS) or stand_in_of(value) is not None:
             return
