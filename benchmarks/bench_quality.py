@@ -4,8 +4,8 @@ The small trained LTX-Video of the examples generates each held-back caption onc
 noise. examples/train_small_ltx/detect.py looks for the color, the motion and the shape of each figure. PSNR
 and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
 only, shows what they are at best. PSNR against eager in float32 shows the distance from exact arithmetic.
-Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16.
-Writes to benchmarks/results/quality:
+Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16, and run if
+--modes names them. Writes to benchmarks/results/quality, or fp8_quality with modes in FP8:
 
     python benchmarks/bench_quality.py
     python benchmarks/bench_quality.py --device cpu --dtype float32 --captions 4 --output /tmp/quality.json
@@ -137,14 +137,16 @@ def main(modes, captions, device, dtype, output) -> None:
     if modes is None:
         left_out = NEED_GPU if device.type == "cpu" else ()
         left_out += (FLOAT32,) if dtype == torch.float32 else ()
-        left_out += FP8_MODES if dtype != torch.bfloat16 else ()
+        left_out += FP8_MODES
         modes = [mode for mode in MODES if mode not in left_out]
     if modes[0] != "eager":
         raise click.UsageError("the first mode must be eager, with which the others are compared")
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
     environment = record.environment(device)
-    output = record.destination(output, "quality", environment)
+    has_fp8 = not set(FP8_MODES).isdisjoint(modes)
+    name, neutral = ("fp8_quality", ("modes",)) if has_fp8 else ("quality", ())
+    output = record.destination(output, name, environment, neutral)
     videos = measure(modes, held_back_scenes(captions), kernel, device, dtype)
     show(videos)
     if output is not None:

@@ -342,7 +342,7 @@ def test_quality(tmp_path):
     ]
     assert "Not measured yet" in rendered(tmp_path, "fp8_quality")
     result["videos"][models.INJECTED_FP8] = {**same, **distance}
-    store(tmp_path, "quality", {"environment": ENVIRONMENT, **result})
+    store(tmp_path, "fp8_quality", {"environment": ENVIRONMENT, **result})
     in_bfloat16, with_fp8 = (rows_of(tmp_path, name) for name in ("quality", "fp8_quality"))
     assert (len(in_bfloat16), len(with_fp8)) == (4, 5)
     assert with_fp8[-1][0] == "FP8 by torchao, injected"

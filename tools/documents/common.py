@@ -37,8 +37,10 @@ SCRIPTS = {
     **{
         f"fp8_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
         "--weights peaked,outliers --peak-memory"
-        for name in ("ltx", "flux")
+        for name in ("ltx", "flux", "flux2", "qwenimage", "wan")
     },
+    "fp8_quality": "bench_quality.py "
+    "--modes eager,eager-efficient,eager-float32,injected,eager+fp8,injected+fp8",
     "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx --modes eager,injected,injected+fp8",
 }
 

@@ -22,7 +22,7 @@ from .common import (
 )
 from .pipelines import label
 
-FP8_MODELS = ("fp8_ltx", "fp8_flux")
+FP8_MODELS = ("fp8_ltx", "fp8_flux", "fp8_flux2", "fp8_qwenimage", "fp8_wan")
 
 
 @table
@@ -91,6 +91,8 @@ def fp8_distances(results: Path) -> str:
         for size, entry in result["sizes"].items():
             for weights, of_weights in entry["weights"].items():
                 modes = of_weights["modes"]
+                if not set(columns) <= modes.keys():
+                    continue
                 distance = {mode: modes[mode]["distance_from_float32"] for mode in columns}
                 ours = distance[models.INJECTED_FP8]
                 row = [_name(result, size), weights, *(_thousandths(distance[m]) for m in columns)]

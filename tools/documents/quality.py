@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
-
-import models
 
 from .common import MODE_NAMES, is_measured, load, markdown, setup, size_name, table, unmeasured
 
@@ -25,23 +22,20 @@ def decibels(psnr: dict | None, missing: str) -> str:
 @table
 def quality(results: Path) -> str:
     """Each mode: shares of right figures, PSNR and SSIM against eager, PSNR against eager in float32."""
-    return _videos(results, left_out=models.FP8_MODES)
+    return _videos(results, "quality")
 
 
 @table
 def fp8_quality(results: Path) -> str:
     """The same with the modes in FP8."""
-    return _videos(results, asked=models.FP8_MODES)
+    return _videos(results, "fp8_quality")
 
 
-def _videos(results: Path, left_out: Collection[str] = (), asked: Collection[str] = ()) -> str:
-    """All modes but `left_out`; not measured without one of those that are asked for."""
-    if not is_measured(results, "quality"):
-        return unmeasured("quality")
-    result = load(results, "quality")
-    videos = {mode: e for mode, e in result["videos"].items() if mode not in left_out}
-    if asked and not set(asked) & set(videos):
-        return unmeasured("quality")
+def _videos(results: Path, name: str) -> str:
+    if not is_measured(results, name):
+        return unmeasured(name)
+    result = load(results, name)
+    videos = result["videos"]
     rows = []
     for mode, entry in videos.items():
         equal = "" if mode == "eager" else "equal"

@@ -372,7 +372,7 @@ def attention_weights(
     weights = fp8_weights_for(x, *each)
     if weights is None or getattr(module, "fused_projections", False):
         return None
-    stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
+    stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
     is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, AttentionSpec)
     return weights if is_known and is_bare(stand_in.spec, module) else None
 
@@ -387,7 +387,7 @@ def inputs_taken(x: Any, *others: Any) -> bool:
 
 def query_key_value(
     module: Any, x: Any, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Query of x, and key and value of the context (default: x), by the linear layers with these names."""
     modules = module._modules
     q, k, v = names

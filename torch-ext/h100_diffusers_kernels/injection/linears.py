@@ -73,14 +73,12 @@ def linear(layer: Any, x: Any) -> Tensor:
 
 def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
     """``layer(x)`` of each layer: one product of all if they are FP8 layers. x may be quantized."""
-    if type(x) is QuantizedRows:
-        weights = list(map(x.weights.get, layers))
-        if None not in weights:
-            return fp8_products(x, weights)
+    is_quantized = type(x) is QuantizedRows
+    weights = x.weights if is_quantized else fp8_weights_for(x, *layers)
+    if weights is not None and all(layer in weights for layer in layers):
+        return fp8_products(quantized_rows(x), [weights[layer] for layer in layers])
+    if is_quantized:
         return [linear(layer, x) for layer in layers]
-    weights = fp8_weights_for(x, *layers)
-    if weights is not None:
-        return fp8_products(quantized_rows(x), list(weights.values()))
     are_plain = is_plain(layers[0], LINEAR, *layers[1:])
     results = []
     for layer in layers:
@@ -198,7 +196,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
-        second = as_tensor(QuantizedRows(*second.last(), second.dtype, {}))
+        second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
     plain = plain_weight(layer)
     if (
         plain is not None
@@ -293,7 +291,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
             activation, dropout, out, *last = net._modules.values()
-            y = None
+            y: Any = None
             if not _has_plain_weight(out) and _is_identity(dropout):
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
@@ -350,10 +348,10 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
         weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, proj)
         if weights and proj in weights:
             rows = quantized_rows(x)
-            h = fp8_gelu_product(rows, weights[proj], activation.approximate)
-            return Fp8Product(QuantizedRows(*h, x.dtype, {}), found)
-    h = linear(proj, x)
-    return Fp8Product(QuantizedRows(*operation(activation, h), x.dtype, {}), found)
+            values, scale = fp8_gelu_product(rows, weights[proj], activation.approximate)
+            return Fp8Product(QuantizedRows(values, scale, x.dtype, {}), found)
+    values, scale = operation(activation, linear(proj, x))
+    return Fp8Product(QuantizedRows(values, scale, x.dtype, {}), found)
 
 
 # --------------------------------------------------------------------------------------------------

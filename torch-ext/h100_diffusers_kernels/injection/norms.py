@@ -211,8 +211,8 @@ def norm_modulate(
     kind, affine, eps = norm
     if weights and len(modulation) <= 2 and not is_differentiated(x, *affine, *_operands(tables)):
         operation = _FP8_OPERATIONS[kind, len(modulation)]
-        rows = operation(x, *tables, *affine, eps, **index)
-        return (QuantizedRows(*rows, x.dtype, weights),)
+        values, scale = operation(x, *tables, *affine, eps, **index)
+        return (QuantizedRows(values, scale, x.dtype, weights),)
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
     if operation is None:  # of several modulations
         pairs = zip(tables[::2], tables[1::2])
@@ -284,8 +284,8 @@ def residual_norm(
                 and not is_differentiated(residual, x, *affine, *modulators, *parts.values())
             ):
                 operation = _FP8_RESIDUAL_OPERATIONS[kind]
-                h, *rows = operation(residual, x, gate_table, *first, *affine, eps, **how)
-                return h, QuantizedRows(*rows, h.dtype, weights)
+                h, values, scale = operation(residual, x, gate_table, *first, *affine, eps, **how)
+                return h, QuantizedRows(values, scale, h.dtype, weights)
             h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
             if count < len(operands):
                 results += norm_modulate(norm, owner, name, h, modulation[count:], upcasts)
