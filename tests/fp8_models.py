@@ -4,12 +4,16 @@ torchao quantizes models only on a GPU, so the weights are made one by one, as i
 does not run on a CPU either.
 """
 
+import collections
 import contextlib
 import copy
 import importlib
 
 import torch
 from torch import nn
+
+from checks import operator_calls
+from small_models import run
 
 FP8 = torch.float8_e4m3fn
 PER_ROW, PER_TENSOR = "PerRow", "PerTensor"
@@ -142,3 +146,20 @@ def exact(model):
         if is_quantized(layer):
             layer.weight = nn.Parameter(dequantized(layer.weight), requires_grad=False)
     return model.float()
+
+
+def of_fp8(model, arguments):
+    """The number of calls by operator that compute FP8 layers: the package's, and torchao's. "products": the
+    number of layers that the package's compute."""
+    counts = collections.Counter()
+    for name, args in operator_calls(run, model, arguments):
+        if "fp8" in name or "scaled_mm" in name:
+            counts[name] += 1
+            counts["products"] += products(name, args)
+    return +counts
+
+
+def products(name, args):
+    if name == "linears_fp8":  # x, its scale, and three tensors of each layer
+        return sum(weight is not None for weight in args[2:11:3])
+    return name.startswith("linear_")

@@ -10,9 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
 from changes import offload
-from checks import operator_calls
 from families import FAMILIES, KERNEL_HEADS, every_family
-from fp8_models import PER_ROW, PER_TENSOR, quantize
+from fp8_models import PER_ROW, PER_TENSOR, of_fp8, products, quantize
 from graphs import Pair, graphs  # noqa: F401
 from injected_pairs import as_float32
 from ltx_models import either_order
@@ -58,23 +57,6 @@ def assert_as_close_as_eager(model, plain, make_arguments, samples=24):
     error, eager_error = squares.sqrt().tolist()
     assert eager_error > 0
     assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
-
-
-def of_fp8(model, arguments):
-    """The number of calls by operator that compute FP8 layers: the package's, and torchao's. "products": the
-    number of layers that the package's compute."""
-    counts = collections.Counter()
-    for name, args in operator_calls(run, model, arguments):
-        if "fp8" in name or "scaled_mm" in name:
-            counts[name] += 1
-            counts["products"] += products(name, args)
-    return +counts
-
-
-def products(name, args):
-    if name == "linears_fp8":  # x, its scale, and three tensors of each layer
-        return sum(weight is not None for weight in args[2:11:3])
-    return name.startswith("linear_")
 
 
 def assert_close(out, expected, slack=0.06):

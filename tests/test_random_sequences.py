@@ -147,16 +147,18 @@ def with_earlier_rows(rows, weight, earlier):
 @pytest.mark.parametrize("fault", [with_another_scale, with_a_wrong_token, with_earlier_rows])
 def test_faults_of_one_fp8_layer_are_found(kernel, device, monkeypatch, fault):
     linears = module_of(kernel, "linears")
-    own, seen = linears.fp8_product, []
+    own, seen = linears.fp8_products, []
 
-    def product(rows, weight):
-        if weight.values is layer.weight.qdata:
-            seen.append(rows)
-            if len(seen) > 1:
-                rows, weight = fault(rows, weight, seen[0])
-        return own(rows, weight)
+    def products(rows, weights):
+        results = list(own(rows, weights))
+        for i, weight in enumerate(weights):
+            if weight.values is layer.weight.qdata:
+                seen.append(rows)
+                if len(seen) > 1:
+                    results[i] = linears.fp8_product(*fault(rows, weight, seen[0]))
+        return results
 
-    monkeypatch.setattr(linears, "fp8_product", product)
+    monkeypatch.setattr(linears, "fp8_products", products)
     with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
         twins.quantize_fp8()
         twins.inject()
