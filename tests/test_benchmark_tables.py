@@ -250,6 +250,14 @@ def test_fp8(tmp_path):
         *("2×2×3", "100 µs", "10", "1.03 / 1.03", "0.90 / 0.90"),
         *("1.60 / 1.60", "2.00 / 2.00 / 3.00"),
     ]
+    assert "Not measured yet" in rendered(tmp_path, "fp8_fused")
+    us = of_modes(ours=110.0, launches=137.5, product=100.0)
+    fused = {"operation": "linear_gelu_fp8", "size": [1, 2, 3], "microseconds": us}
+    result["fp8"]["fused"] = [{**fused, "sustained_microseconds": us}]
+    store(tmp_path, "fp8", result)
+    assert rows_of(tmp_path, "fp8_fused") == [
+        ["`linear_gelu_fp8`", "1×2×3", "110 µs", "0.80 / 0.80", "1.10 / 1.10"]
+    ]
     products, errors, norms = targets.fp8(result)
     assert products.of == "1 of 2; the least: linear_fp8 2×2×3"
     assert products.verdict == "missed by 10.0%"

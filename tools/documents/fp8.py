@@ -48,6 +48,25 @@ def fp8_products(results: Path) -> str:
 
 
 @table
+def fp8_fused(results: Path) -> str:
+    """Products with more in them beside the launches that they replace and the products alone."""
+    if not is_measured(results, "fp8") or "fused" not in load(results, "fp8")["fp8"]:
+        return unmeasured("fp8")
+    result = load(results, "fp8")
+    rows = []
+    for entry in result["fp8"]["fused"]:
+        cold, sustained = entry["microseconds"], entry["sustained_microseconds"]
+        ours = cold["ours"]["median"]
+        row = [f"`{entry['operation']}`", "×".join(map(str, entry["size"])), f"{ours:.0f} µs"]
+        for peer in ("launches", "product"):
+            over = (each["ours"]["median"] / each[peer]["median"] for each in (cold, sustained))
+            row.append(" / ".join(f"{ratio:.2f}" for ratio in over))
+        rows.append(row)
+    headers = ["operation", "rows × out × in", card(result), "time over launches'"]
+    return markdown(rows, [*headers, "over the product's"]) + setup(result)
+
+
+@table
 def fp8_rows(results: Path) -> str:
     """Row operations with a quantized result beside a copy of the same bytes and two passes."""
     if not is_measured(results, "fp8"):
