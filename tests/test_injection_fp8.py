@@ -402,6 +402,32 @@ def test_training(kernel, device):
     assert layer(x.detach()).requires_grad
 
 
+def test_training_of_an_attention(kernel, device):
+    """The attention's result requires grad, the activation beside it does not."""
+    model, arguments, _ = prepared(FLUX, device)
+    plain = fp8_models.eager(model)
+    kernel.inject_kernels(model)
+    weights = []
+    for each in (model, plain):
+        norm = each.single_transformer_blocks[0].attn.norm_q
+        norm.weight.requires_grad_(True)
+        each(**arguments, return_dict=False)[0].float().square().mean().backward()
+        weights.append(norm.weight.grad)
+    assert weights[0].abs().max() > 0
+    assert_close(*weights, slack=0.2)
+
+
+def test_longer_rows(kernel, device):
+    """Inputs that no kernel reads once for one scale have a scale for each 128 elements."""
+    layer = nn.Linear(18448, 32, device=device, dtype=BFLOAT16).requires_grad_(False)
+    quantize(layer)
+    exact = fp8_models.dequantized(layer.weight)
+    report = kernel.inject_kernels(layer)
+    x = torch.randn(5, 18448, device=device, dtype=BFLOAT16)
+    assert_close(layer(x).float(), x.float() @ exact.T + layer.bias.float(), slack=0.04)
+    assert report.calls[0].on_kernels == 1
+
+
 # --------------------------------------------------------------------------------------------------
 # Together with other libraries
 

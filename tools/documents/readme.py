@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import history
 import models
 import targets
 
@@ -126,6 +127,18 @@ def attention_worst(results: Path) -> str:
     entries = load(results, "attention")["workloads"]
     over = [of["cold"]["over"].get("fa3") for e in entries for of in e["inputs"].values()]
     return f"{min(value for value in over if value is not None):.2f}"
+
+
+@figure
+def fp8_flux_pipeline(results: Path) -> str:
+    """Seconds of FLUX.1-dev's pipeline: eager, injected, injected in FP8."""
+    found = history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
+    if found is None:
+        return NOT_MEASURED
+    modes = next(entry["modes"] for entry in found["pipelines"] if entry["name"] == "flux")
+    names = ("eager", "injected", models.INJECTED_FP8)
+    eager, injected, fp8 = (f"{modes[name]['seconds']['median']:.2f}" for name in names)
+    return f"{eager}, {injected} and {fp8}"
 
 
 def standard_deviation(results: Path, weights: str) -> str:

@@ -192,7 +192,12 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
     ``Fp8Columns`` of this layer; then the result may be an ``Fp8Product``."""
     if type(second) is Fp8Columns:
         values, scale = second.first()
-        if kernels_take(first) and first.shape == values.shape and first.dtype is second.dtype:
+        if (
+            kernels_take(first)
+            and first.shape == values.shape
+            and first.dtype is second.dtype
+            and not is_differentiated(first)
+        ):
             functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
