@@ -80,7 +80,9 @@ def main(output: Path | None) -> None:
     environment = record.environment(torch.device("cpu"))
     output = record.destination(output, "attention_8bit", environment)
     if output is not None:
-        record.write(output, {"environment": environment, "shape": SHAPE, "errors": results})
+        record.write(
+            output, {"environment": environment, "shape": SHAPE, "attention_8bit": results}
+        )
 
 
 if __name__ == "__main__":

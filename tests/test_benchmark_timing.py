@@ -438,7 +438,7 @@ class Replaying:
     def __init__(self, is_replayed=True, error=0.0):
         self.is_replayed, self.error = is_replayed, error
 
-    def inject_kernels(self, model, attention, cuda_graphs=False):
+    def inject_kernels(self, model, cuda_graphs=False):
         entry = types.SimpleNamespace(captured=0, replayed=0, uncaptured={"first": 0, "a hook": 0})
 
         def count(module, args, output):

@@ -244,6 +244,13 @@ def of_fp8_layers(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (name, "the float32 model"), ratio
 
 
+def of_8bit_attention(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for inputs, errors in result["attention_8bit"].items():
+        for step in set(errors) - {"bfloat16"}:
+            ratio = Ratio(errors[step], is_higher_better=False)
+            yield (f"attention, {inputs}, 8 bits: {step}", "bfloat16"), ratio
+
+
 def over_each(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
     """Ours over each other mode."""
     ours = measured["ours"]
@@ -273,6 +280,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "attention_heads": of_heads,
     "fp8": of_fp8,
     "fp8_layers": of_fp8_layers,
+    "attention_8bit": of_8bit_attention,
 }
 
 
