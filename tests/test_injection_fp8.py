@@ -411,7 +411,7 @@ def test_attention_that_requires_grad(kernel, device):
     with torch.enable_grad():
         out = model(**arguments, return_dict=False)[0]
     assert out.requires_grad
-    assert_close(out.detach(), expected)
+    assert_close(out.detach().flatten(), expected.flatten())
 
 
 def test_longer_rows(kernel, device):
