@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Any, Callable, NamedTuple
 
@@ -378,10 +377,7 @@ def adaptive_prologue(
     return Prologue(norm, module, "norm", operands, rows, upcasts, weights_for, block)
 
 
-# The makers of FLUX's double blocks, for image and text, and of its single blocks; and the double blocks'
-# norms and feed-forwards, for ``feed_forwards``.
-DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
-SINGLE = (partial(adaptive_prologue, name="norm"),)
+# The norms and feed-forwards of FLUX's double blocks, for ``feed_forwards``.
 FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 
 

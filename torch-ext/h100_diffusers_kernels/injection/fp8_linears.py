@@ -21,7 +21,7 @@ from .checks import find_class
 from .patch import Call, ExactSpec
 from .quantized_rows import QuantizedRows, quantized_rows
 
-_TENSOR = "torchao.quantization:Float8Tensor"
+FP8_TENSOR = "torchao.quantization:Float8Tensor"
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of the number of input features, and of addresses
@@ -37,7 +37,7 @@ class Fp8Weight(NamedTuple):
 
 def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
     """A layer's weight and bias for ``linear_fp8``, or None if they have another format."""
-    cls: Any = find_class(_TENSOR)
+    cls: Any = find_class(FP8_TENSOR)
     if type(weight) is not cls or cls.tensor_data_names != ["qdata", "scale"]:
         return None
     for name in getattr(cls, "optional_tensor_data_names", ()):

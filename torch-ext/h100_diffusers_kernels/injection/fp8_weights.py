@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .checks import find_class
+from .fp8_linears import FP8_TENSOR
 
 _ORIGINAL = "_h100_diffusers_kernels_original"
-_TENSOR = "torchao.quantization:Float8Tensor"
 _FORMAT = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
 _GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
 # The number of elements that are quantized at once, because their float32 copies need memory.
@@ -41,7 +41,7 @@ def original_of(layer: nn.Module) -> Original | None:
 
 
 def is_quantized(layer: Any) -> bool:
-    return type(layer.weight) is find_class(_TENSOR)
+    return type(layer.weight) is find_class(FP8_TENSOR)
 
 
 def load_quantizer(precision: str) -> Callable[[Tensor], Any]:

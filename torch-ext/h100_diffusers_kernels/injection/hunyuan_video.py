@@ -11,17 +11,17 @@ A block of the text's refiner has the gates of a linear layer of the time embedd
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..conditions import kernels_take
 from .blocks import (
-    DOUBLE,
     FEED_FORWARDS,
-    SINGLE,
     BlockSpec,
     ResidualBranch,
+    adaptive_prologue,
     begin,
     begin_joint,
     feed_forwards,
@@ -37,6 +37,9 @@ from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers.transformer_"
+# The first norms of a double block, of image and text, and that of a single block.
+_DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
+_SINGLE = (partial(adaptive_prologue, name="norm"),)
 
 
 def _double_block_forward(
@@ -55,11 +58,11 @@ def _double_block_forward(
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    normalized, rows = zip(*begin(call, self, DOUBLE, (x, c), (temb,)))
+    normalized, rows = zip(*begin(call, self, _DOUBLE, (x, c), (temb,)))
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
     outs = attend_to_both(self, normalized[0][0], normalized[1][0], attention_mask, rope)
     branches = feed_forwards(call, self, FEED_FORWARDS, (x, c), outs, rows)
-    return finish(call, self, DOUBLE, branches, (temb,))  # type: ignore[return-value]
+    return finish(call, self, _DOUBLE, branches, (temb,))  # type: ignore[return-value]
 
 
 def _single_block_forward(
@@ -77,14 +80,14 @@ def _single_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     length = x.shape[1]
-    x, begun = begin_joint(call, self, SINGLE[0], x, c, (temb,))
+    x, begun = begin_joint(call, self, _SINGLE[0], x, c, (temb,))
     (normalized,), (_, _, gate) = begun
     out = attend_and_feed(self, call, normalized, length, attention_mask, image_rotary_emb)
 
     def as_returned(results: Any) -> tuple[Tensor, Tensor]:
         return results[0][:, :length], results[0][:, length:]
 
-    arguments = (call, self, SINGLE, (ResidualBranch(x, out, gate),), (temb,))
+    arguments = (call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,))
     return finish(*arguments, as_returned=as_returned)  # type: ignore[return-value]
 
 
