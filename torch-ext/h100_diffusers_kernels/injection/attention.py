@@ -29,11 +29,9 @@ from ..conditions import (
 )
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownFunction, class_name
-from .fp8_linears import Fp8Weight
+from .fp8_linears import Fp8Weight, are_fp8, fp8_weights_for
 from .linears import (
-    are_fp8,
     can_write_linear,
-    fp8_weights_for,
     linear,
     linear_per_sample,
     linears,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .attention import concat_streams, concat_view
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
+from .fp8_linears import are_fp8
 from .linears import (
     SILU,
-    are_fp8,
     feed_forward_branch,
     feed_forward_weights,
     linear,

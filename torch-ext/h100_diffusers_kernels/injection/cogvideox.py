@@ -33,7 +33,8 @@ from .blocks import (
 from .checks import is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import FEED_FORWARD, LINEAR_GELU, are_fp8, feed_forward, linears, plain_weights
+from .fp8_linears import are_fp8
+from .linears import FEED_FORWARD, LINEAR_GELU, feed_forward, linears, plain_weights
 from .norms import gated_residual, norm_notes
 from .patch import Call
 

@@ -1,13 +1,17 @@
-"""Linear layers that torchao has quantized to FP8, computed by ``quantize_fp8`` and ``linear_fp8``.
+"""FP8 linear layers, computed by ``quantize_fp8`` and ``linear_fp8``. There are two kinds:
 
-torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear`` by
-a tensor of its own, with a scale per row or one for all, and quantizes the layer's input in each call. Here
-the input has a scale per row in both cases. torchao computes its other formats: quantized weights alone,
-blocks of 128 elements, bounded scales.
+- torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear``
+  by a tensor of its own, with a scale per row or one for all;
+- diffusers loads checkpoints of FLUX that are stored in FP8 into linear layers of its own, with a scale per
+  row.
+
+Both quantize the layer's input in each call. Here the input has a scale per row in all cases. torchao
+computes its other formats: quantized weights alone, blocks of 128 elements, bounded scales.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,10 +21,15 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
-from .checks import find_class
-from .patch import Call, ExactSpec
+from . import checks
+from .checks import KnownClass, find_class
+from .patch import Call, ExactSpec, StandIn
 from .quantized_rows import QuantizedRows, quantized_rows
 
+LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
+_OF_DIFFUSERS = KnownClass(
+    "diffusers.quantizers.bfl.utils:BFLFP8RLinear", "torch.nn.functional:linear"
+)
 FP8_TENSOR = "torchao.quantization:Float8Tensor"
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -35,43 +44,83 @@ class Fp8Weight(NamedTuple):
     bias: Tensor | None
 
 
-def fp8_weight(weight: Any, bias: Any) -> Fp8Weight | None:
-    """A layer's weight and bias for ``linear_fp8``, or None if they have another format."""
-    cls: Any = find_class(FP8_TENSOR)
-    if type(weight) is not cls or cls.tensor_data_names != ["qdata", "scale"]:
+def fp8_weight(layer: Any) -> Fp8Weight | None:
+    """A layer's weight and bias for ``linear_fp8``, or None if it is no FP8 layer."""
+    parameters = layer._parameters
+    weight: Any = parameters.get("weight")
+    cls: Any = type(weight)
+    if "bias" not in parameters:  # sharding moves it
         return None
-    for name in getattr(cls, "optional_tensor_data_names", ()):
-        if getattr(weight, name) is not None:  # such as a later torchao's scale of the input
+    bias = parameters["bias"]
+    if cls in PLAIN_TYPES:
+        if type(layer) is not _OF_DIFFUSERS.cls:
             return None
-    values, scale, how = weight.qdata, weight.scale, weight.act_quant_kwargs
+        values, scale = weight, layer._buffers.get("weight_scale")
+    elif cls is find_class(FP8_TENSOR):
+        values, scale = weight.qdata, weight.scale
+    else:
+        return None
+    # What was checked before is known by a reference to the values, which offloading and users replace. A
+    # weak one to the weight would forbid `module.to`.
+    is_traced = torch.compiler.is_compiling()
+    stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
+    checked = stand_in.cached if type(stand_in) is StandIn else None
+    if checked is None or checked[0]() is not values or checked[1:] != _ids(weight, scale, bias):
+        if values is not weight and not _has_known_format(weight):
+            return None
+        if not _are_operands(values, scale, bias, is_traced):
+            return None
+        if values is weight and values.shape[0] % _MULTIPLE:  # its own forward computes in 16 bits
+            return None
+        if values is not weight and type(stand_in) is StandIn:
+            stand_in.cached = (weakref.ref(values), *_ids(weight, scale, bias))
+    return Fp8Weight(values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
+
+
+def _ids(weight: Any, scale: Any, bias: Any) -> tuple[int, int, int]:
+    return id(weight), id(scale), id(bias)
+
+
+def _has_known_format(weight: Any) -> bool:
+    cls, how = type(weight), weight.act_quant_kwargs
+    return (
+        cls.tensor_data_names == ["qdata", "scale"]
+        # Such as a later torchao's scale of the input.
+        and all(getattr(weight, n) is None for n in getattr(cls, "optional_tensor_data_names", ()))
+        and how is not None
+        and how.float8_dtype is _FP8
+        and how.hp_value_lb is None
+        and how.hp_value_ub is None
+        and _has_known_granularity(how.granularity)
+    )
+
+
+def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
     if (
-        how is None
-        or how.float8_dtype is not _FP8
-        or how.hp_value_lb is not None
-        or how.hp_value_ub is not None
-        or not _has_known_granularity(how.granularity)
-        or values.dtype is not _FP8
+        values.dtype is not _FP8
+        or scale is None
         or scale.dtype is not torch.float32
         or not (is_plain(values) and is_plain(scale) and is_plain(bias))
     ):
-        return None
+        return False
     shape = values.shape
-    if (
-        len(shape) != 2
-        or shape[1] % _MULTIPLE
-        or scale.shape not in ((shape[0], 1), (1, 1))
-        or not (values.is_contiguous() and scale.is_contiguous())
-        or (bias is not None and not bias.is_contiguous())
-    ):
-        return None
-    # Files mapped into memory have any alignment. Tensors of a tracer have no address.
-    if (
-        type(values) in PLAIN_TYPES
-        and not torch.compiler.is_compiling()
-        and values.data_ptr() % _MULTIPLE
-    ):
-        return None
-    return Fp8Weight(values, scale, bias)
+    return (
+        len(shape) == 2
+        and shape[1] % _MULTIPLE == 0
+        and scale.shape in ((shape[0], 1), (1, 1), (shape[0],))
+        and values.is_contiguous()
+        and scale.is_contiguous()
+        and (
+            bias is None
+            or (
+                bias.is_contiguous()
+                and bias.shape == shape[:1]
+                and bias.device == values.device == scale.device
+            )
+        )
+        # Files mapped into memory have any alignment. Tensors of a tracer have no address.
+        and (is_traced or type(values) not in PLAIN_TYPES or values.data_ptr() % _MULTIPLE == 0)
+    )
 
 
 def _has_known_granularity(granularity: Any) -> bool:
@@ -79,36 +128,62 @@ def _has_known_granularity(granularity: Any) -> bool:
     return name == "PerTensor" or (name == "PerRow" and getattr(granularity, "dim", -1) == -1)
 
 
-def fp8_takes(x: Any, weight: Any, found: Fp8Weight, features: int | None = None) -> bool:
-    """Whether the kernels compute the layer's result for x, given ``fp8_weight`` of its weight and bias.
+def are_plain_linears(*layers: Any) -> bool:
+    """Whether a call of each layer runs only its library's code, and all have one class."""
+    first = layers[0]
+    known = _OF_DIFFUSERS if type(first) is _OF_DIFFUSERS.cls else LINEAR
+    return checks.is_plain(first, known, *layers[1:])
 
-    ``features``: of a tensor that takes x's place and is computed from it.
-    """
-    values, scale, bias = found
-    is_quantized = type(x) is QuantizedRows
-    return (
-        (is_quantized or isinstance(x, Tensor))
+
+def fp8_takes(x: Any) -> bool:
+    """Whether FP8 layers may have the input x, a tensor or quantized."""
+    return type(x) is QuantizedRows or (
+        isinstance(x, Tensor)
         and x.dtype in _DTYPES
-        and (is_quantized or kernels_take(x))
-        and (x.shape[-1:] if features is None else (features,)) == values.shape[1:]
-        and x.device == values.device == scale.device
-        and (
-            bias is None
-            or (
-                (bias.dtype is x.dtype or bias.dtype is torch.float32)
-                and bias.device == x.device
-                and bias.shape == values.shape[:1]
-            )
-        )
-        and not is_differentiated(None if is_quantized else x, bias)
-        and not (torch.is_grad_enabled() and weight.requires_grad)
+        and kernels_take(x)
+        and not is_differentiated(x)
     )
 
 
-def fp8_weight_for(x: Any, weight: Any, bias: Any) -> Fp8Weight | None:
-    """``fp8_weight``, if the kernels compute the layer's result for x."""
-    found = fp8_weight(weight, bias)
-    return found if found is not None and fp8_takes(x, weight, found) else None
+def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
+    """Whether the kernels compute the layer's result for an input with x's dtype and device and this number
+    of features, given ``fp8_weight`` of the layer."""
+    values, _, bias = found
+    dtype = x.dtype
+    return (
+        values.shape[1] == features
+        and values.device == x.device
+        and (bias is None or bias.dtype is dtype or bias.dtype is torch.float32)
+        # diffusers' layer has a result of this dtype.
+        and layer.__dict__.get("compute_dtype", dtype) is dtype
+        and not (torch.is_grad_enabled() and _require_grad(layer))
+    )
+
+
+def _require_grad(layer: Any) -> bool:
+    return any(p is not None and p.requires_grad for p in layer._parameters.values())
+
+
+def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
+    """The weight of each layer, if all are plain FP8 layers that take x, so that what computes x may quantize
+    it. Otherwise None."""
+    weights = {}
+    for layer in layers:
+        found = None if layer is None else fp8_weight(layer)
+        if found is None:
+            return None
+        weights[layer] = found
+    if not fp8_takes(x):
+        return None
+    for layer, found in weights.items():
+        if not fp8_fits(layer, found, x, x.shape[-1]):
+            return None
+    return weights if are_plain_linears(*layers) else None
+
+
+def are_fp8(*layers: Any) -> bool:
+    """Whether all are plain FP8 layers."""
+    return None not in map(fp8_weight, layers) and are_plain_linears(*layers)
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
@@ -155,14 +230,12 @@ def fp8_gelu_product(
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:
-    parameters = self._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    found = None if "bias" not in parameters else fp8_weight(weight, bias)
+    found = fp8_weight(self)
     if found is None:
         return NotImplemented  # quantized in another way since
-    if fp8_takes(input, weight, found):
+    if fp8_takes(input) and fp8_fits(self, found, input, input.shape[-1]):
         return fp8_product(quantized_rows(input), found)
-    if not isinstance(input, Tensor) or is_differentiated(input, weight, bias):
+    if not isinstance(input, Tensor) or is_differentiated(input, *self._parameters.values()):
         return NotImplemented
     if not kernels_take(input):
         return call.refuse(input)
@@ -171,22 +244,26 @@ def _forward(self: Any, call: Call, input: Tensor) -> Any:
     return call.decline("its weight and bias do not fit its input")
 
 
+def _forward_of_diffusers(self: Any, call: Call, inputs: Tensor) -> Any:
+    return _forward(self, call, inputs)
+
+
 @dataclass(frozen=True, eq=False)
 class _Fp8LinearSpec(ExactSpec):
-    """``torch.nn.Linear`` with such a weight, for code that calls the module, such as adapters."""
+    """A kind of FP8 layer, for code that calls the module, such as adapters."""
 
     def matches(self, module: nn.Module) -> bool:
-        if not super().matches(module):
-            return False
-        parameters = module._parameters
-        return fp8_weight(parameters.get("weight"), parameters.get("bias")) is not None
+        return super().matches(module) and fp8_weight(module) is not None
 
 
-FP8_LINEAR = _Fp8LinearSpec(
-    "torch.nn:Linear",
-    _forward,
-    "quantize_fp8, linear_fp8",
-    functions=("torch.nn.functional:linear",),
+_HOW: dict[str, Any] = {
+    "operations": "quantize_fp8, linear_fp8",
+    "functions": ("torch.nn.functional:linear",),
+}
+FP8_LINEAR = _Fp8LinearSpec("torch.nn:Linear", _forward, **_HOW)
+FP8_LINEARS = (
+    FP8_LINEAR,
+    _Fp8LinearSpec("diffusers.quantizers.bfl.utils:BFLFP8RLinear", _forward_of_diffusers, **_HOW),
 )
-# In models in part torch.compile fuses torchao's quantization with what comes before it.
-FP8_LINEAR_IN_PART = replace(FP8_LINEAR, left_to_compiler=True)
+# In models in part torch.compile fuses the quantization with what comes before it.
+FP8_LINEARS_IN_PART = tuple(replace(spec, left_to_compiler=True) for spec in FP8_LINEARS)

@@ -35,7 +35,7 @@ from .cuda_graphs import GraphedStandIn, Pool
 from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
-from .fp8_linears import FP8_LINEAR, FP8_LINEAR_IN_PART
+from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
 from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
@@ -329,7 +329,7 @@ _Specs = Iterator[tuple[str, nn.Module, PatchSpec]]
 
 def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) -> _Specs:
     for name, module in model.named_modules():
-        specs = (family.outside.get(name), *family.specs, FP8_LINEAR)
+        specs = (family.outside.get(name), *family.specs, *FP8_LINEARS)
         matching = [spec for spec in specs if spec and spec.matches(module)]
         if id(module) in to_quantize:
             yield name, module, FP8_LINEAR
@@ -506,7 +506,7 @@ def known_models() -> str:
 _IN_PART: tuple[PatchSpec, ...] = (
     *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
-    *(UNFUSED_GELU, *GATED_ACTIVATIONS, FP8_LINEAR_IN_PART),
+    *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,
     *DECODER_LAYERS,
 )

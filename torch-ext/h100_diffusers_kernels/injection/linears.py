@@ -25,19 +25,21 @@ from ..conditions import (
 from ..conditions import is_plain as is_plain_tensor
 from .checks import KnownClass, is_plain, why_not_plain
 from .fp8_linears import (
+    LINEAR,
     Fp8Product,
     Fp8Weight,
+    are_plain_linears,
+    fp8_fits,
     fp8_gelu_product,
     fp8_product,
     fp8_products,
     fp8_takes,
     fp8_weight,
-    fp8_weight_for,
+    fp8_weights_for,
 )
 from .patch import Call, ExactSpec, PatchSpec
 from .quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 
-LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
@@ -64,9 +66,9 @@ def linear(layer: Any, x: Any) -> Tensor:
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
             weight, bias = parameters["weight"], parameters["bias"]
             if type(weight) not in PLAIN_TYPES:
-                found = fp8_weight_for(x, weight, bias)
+                found = fp8_weights_for(x, layer)
                 if found is not None:
-                    return fp8_product(quantized_rows(x), found)
+                    return fp8_product(quantized_rows(x), found[layer])
             return torch.nn.functional.linear(as_tensor(x), weight, bias)
     return layer(as_tensor(x))
 
@@ -89,36 +91,6 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         else:
             results.append(linear(layer, x))
     return results
-
-
-def fp8_weights_for(x: Tensor, *layers: Any) -> dict[Any, Fp8Weight] | None:
-    """The weight of each layer, if all are plain FP8 layers that take x, so that what computes x may quantize
-    it. Otherwise None."""
-    weights = {}
-    for layer in layers:
-        parameters = {} if layer is None else layer._parameters
-        weight = parameters.get("weight")
-        if type(weight) in PLAIN_TYPES or "bias" not in parameters:
-            return None
-        found = fp8_weight_for(x, weight, parameters["bias"])
-        if found is None:
-            return None
-        weights[layer] = found
-    return weights if is_plain(layers[0], LINEAR, *layers[1:]) else None
-
-
-def are_fp8(*layers: Any) -> bool:
-    """Whether all are plain ``torch.nn.Linear`` with weights of ``fp8_linears``."""
-    for layer in layers:
-        parameters = layer._parameters
-        weight = parameters.get("weight")
-        if (
-            type(weight) in PLAIN_TYPES
-            or "bias" not in parameters
-            or fp8_weight(weight, parameters["bias"]) is None
-        ):
-            return False
-    return is_plain(layers[0], LINEAR, *layers[1:])
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -297,7 +269,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
             activation, dropout, out, *last = net._modules.values()
             y: Any = None
-            if not _has_plain_weight(out) and _is_identity(dropout):
+            if _is_identity(dropout):
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
                 y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
@@ -307,7 +279,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
-        y = None if _has_plain_weight(out) else _fp8_feed_forward(activation, linear_in, out, x)
+        y = _fp8_feed_forward(activation, linear_in, out, x)
         return linear(out, activation(linear(linear_in, x))) if y is None else y
     return module(as_tensor(x))
 
@@ -324,29 +296,25 @@ def feed_forward_weights(module: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
     return None
 
 
-def _has_plain_weight(layer: Any) -> bool:
-    return type(layer._parameters.get("weight")) in PLAIN_TYPES
-
-
 def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Product | None:
     """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
+    found = fp8_weight(out)
+    if found is None:
+        return None
     for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
         if type(activation) is known.cls:
             break
     else:
         return None
-    if not is_plain(activation, known) or why_not(activation) or not is_plain(proj, LINEAR, out):
-        return None
-    inner, outer = proj._parameters, out._parameters
-    if not {"weight", "bias"} <= inner.keys() & outer.keys():
-        return None
-    weight = outer["weight"]
-    found = fp8_weight(weight, outer["bias"])
-    features = inner["weight"].shape[0] // halves
+    inner = proj._parameters
     if (
-        found is None
-        or not fp8_takes(x, weight, found, features)
+        not {"weight", "bias"} <= inner.keys()
+        or not fp8_takes(x)
+        or not fp8_fits(out, found, x, inner["weight"].shape[0] // halves)
         or is_differentiated(*inner.values())
+        or not is_plain(activation, known)
+        or why_not(activation)
+        or not are_plain_linears(proj, out)
     ):
         return None
     if known is LINEAR_GELU.known:
@@ -404,26 +372,21 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
 
 
 def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns | None:
-    if _has_plain_weight(into) or not may_write():
+    weight = fp8_weight(into)
+    if weight is None or not may_write():
         return None
     weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
-    if not weights or layer not in weights or not is_plain(into, LINEAR):
-        return None
-    parameters = into._parameters
-    if "bias" not in parameters:
-        return None
-    weight, inner = fp8_weight(parameters["weight"], parameters["bias"]), weights[layer]
-    if weight is None:
+    if not weights or layer not in weights or not are_plain_linears(layer, into):
         return None
     features = weight.values.shape[1]
-    width = features - inner.values.shape[0]
-    if width <= 0 or width % FP8_BLOCK or not fp8_takes(x, parameters["weight"], weight, features):
+    width = features - weights[layer].values.shape[0]
+    if width <= 0 or width % FP8_BLOCK or not fp8_fits(into, weight, x, features):
         return None
     rows = quantized_rows(x)
     values = rows.values.new_empty((*rows.shape[:-1], features))
     scale = rows.scale.new_empty((*rows.shape[:-1], -(-features // FP8_BLOCK)))
     columns = Fp8Columns(values, scale, width, weight, rows.dtype)
-    fp8_gelu_product(rows, inner, approximate, columns.last())
+    fp8_gelu_product(rows, weights[layer], approximate, columns.last())
     return columns
 
 

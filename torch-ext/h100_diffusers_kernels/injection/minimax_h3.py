@@ -41,7 +41,8 @@ from .blocks import (
 from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import GATED_ACTIVATIONS, are_fp8, feed_forward, linear, plain_weight
+from .fp8_linears import LINEAR, are_fp8
+from .linears import GATED_ACTIVATIONS, feed_forward, linear, plain_weight
 from .norms import ChosenRows, chosen_norm_modulate, residual_norm
 from .patch import Call, PatchSpec
 
@@ -62,8 +63,8 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indice
         return None
 
     def rows_of() -> Rows:
-        layer = module._modules.get("linear") if is_plain(module, _MODULATION) else None
-        if layer is None or not (plain_weight(layer) or are_fp8(layer)):
+        layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
+        if not is_plain(layer, LINEAR) or not (plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
         dtype = layer._parameters["weight"].dtype
         embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))
