@@ -32,6 +32,42 @@ def quantize(module, granularity=PER_ROW, *, is_dynamic=True):
     return len(layers)
 
 
+def loaded_in_fp8(family, model, folder):
+    """The model with its blocks' linear layers in FP8, as diffusers loads it from a checkpoint in FP8."""
+    from diffusers import BFLQuantizationConfig
+    from diffusers.quantizers.bfl.utils import quantize_fp8r
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    of_blocks = {module for block in family.blocks(model) for module in block.modules()}
+    for name, module in model.named_modules():
+        if module in of_blocks and is_quantizable(module):
+            values, scale = quantize_fp8r(module.weight)
+            tensors.update({f"{name}.weight": values, f"{name}.weight_scale": scale})
+    save_file(tensors, folder / "model.safetensors")
+    model.save_config(folder)
+    config, dtype = BFLQuantizationConfig(compute_dtype=model.dtype), model.dtype
+    how = {"config": str(folder), "quantization_config": config, "torch_dtype": dtype}
+    path = str(folder / "model.safetensors")
+    return type(model).from_single_file(path, **how).to(model.device)
+
+
+def in_torchaos_format(model):
+    """A copy of such a model with the same values and scales in torchao's layers."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child).__name__ != "BFLFP8RLinear":
+                continue
+            layer = nn.Linear(child.in_features, child.out_features, child.bias is not None)
+            weight = quantized(torch.zeros_like(child.weight, dtype=child.compute_dtype))
+            scale = child.weight_scale[:, None].clone()
+            layer.weight = changed(weight, qdata=child.weight.data.clone(), scale=scale)
+            layer.bias = child.bias
+            parent._modules[name] = layer
+    return model
+
+
 def quantized(
     weight, granularity=PER_ROW, *, granularity_of_input=None, is_dynamic=True, **options
 ):

@@ -107,11 +107,11 @@ def test_calls(kernel, device, family):
     names = ("quantize_fp8", *NORMS, "linear_gelu_fp8", "activation_fp8")
     names += ("quantize_fp8_out", "linear_gelu_fp8_out", "linear_gated_residual_fp8")
     assert [calls[name] for name in names] == {
-        "ltx": [8, 2, 2, 2, 0, 0, 0, 2],
-        "flux": [10, 6, 4, 4, 0, 2, 2, 6],
-        "flux2": [6, 5, 5, 0, 4, 0, 0, 4],
-        "qwenimage": [8, 4, 4, 4, 0, 0, 0, 4],
-        "wan": [6, 2, 4, 2, 0, 0, 0, 2],
+        "ltx": [8, 2, 2, 2, 0, 0, 0, 4],
+        "flux": [10, 10, 0, 4, 0, 2, 2, 10],
+        "flux2": [6, 10, 0, 0, 4, 0, 0, 10],
+        "qwenimage": [8, 8, 0, 4, 0, 0, 0, 8],
+        "wan": [6, 6, 0, 2, 0, 0, 0, 6],
         "sd3": [19, 0, 5, 5, 0, 0, 0, 5],
     }[family.name]
     assert calls["products"] == count
@@ -125,6 +125,59 @@ def test_per_tensor(kernel, device, family):
     kernel.inject_kernels(model)
     assert of_fp8(model, family.inputs(device, BFLOAT16))["products"] == count
     assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
+
+
+# Diffusers' own FP8 layers, as it loads FLUX checkpoints that are stored in FP8.
+of_checkpoints = pytest.mark.parametrize(
+    "family", [FAMILIES[n] for n in ("flux", "flux2", "flux3") if n in FAMILIES], ids=str
+)
+
+
+@of_checkpoints
+def test_checkpoint(kernel, device, family, tmp_path):
+    """The same operations and results as with the same values in torchao's layers."""
+    pytest.importorskip("diffusers.quantizers.bfl")
+    plain = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
+    model = fp8_models.loaded_in_fp8(family, plain, tmp_path)
+    expected = fp8_models.in_torchaos_format(model)
+    arguments = family.inputs(device, BFLOAT16)
+    before = run(model, arguments)
+    calls = []
+    for injected in (model, expected):
+        kernel.inject_kernels(injected)
+        calls.append(of_fp8(injected, arguments))
+    assert calls[0] == calls[1]
+    assert calls[0]["products"] == sum(map(fp8_models.is_quantizable, plain.modules())) - sum(
+        map(fp8_models.is_quantizable, model.modules())
+    )
+    assert torch.equal(run(model, arguments), run(expected, arguments))
+    kernel.eject_kernels(model)
+    assert torch.equal(run(model, arguments), before)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "hook", "scale", "features"])
+def test_layer_of_checkpoint(kernel, device, changed):
+    linears = pytest.importorskip("diffusers.quantizers.bfl.utils")
+    features = 72 if changed == "features" else 64
+    layer = linears.BFLFP8RLinear(128, features, True, BFLOAT16, device).requires_grad_(False)
+    values, scale = linears.quantize_fp8r(torch.randn(features, 128, device=device))
+    layer.weight, layer.weight_scale = nn.Parameter(values, False), scale
+    layer.bias = nn.Parameter(torch.randn(features, device=device).to(BFLOAT16), False)
+    model = nn.Sequential(nn.Identity(), layer)
+    model[0].norm = nn.RMSNorm(8)  # a model without anything to replace is refused
+    kernel.inject_kernels(model)
+    x = torch.randn(5, 128, device=device).to(BFLOAT16)
+    if changed == "hook":
+        layer.register_forward_hook(lambda module, args, output: 2 * output)
+    elif changed == "scale":
+        model(x)
+        layer.weight_scale = 2 * layer.weight_scale
+    calls = of_fp8(model, (x,))
+    # Diffusers computes a number of features that is no multiple of 16 in 16 bits.
+    assert calls["linear_fp8"] == (changed != "features")
+    given = x.float() if changed == "features" else fp8_models.quantized_by_row(x)
+    expected = given @ linears.dequantize_fp8r(layer.weight, layer.weight_scale).T + layer.bias
+    assert_close(model(x), (expected * (2 if changed == "hook" else 1)).to(BFLOAT16), 4e-3)
 
 
 @pytest.mark.parametrize("name", ["pixart", "prx", "cogview4", "unet"])

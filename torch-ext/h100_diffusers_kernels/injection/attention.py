@@ -32,6 +32,7 @@ from .checks import KnownFunction, class_name
 from .fp8_linears import Fp8Weight, are_fp8, fp8_weights_for
 from .linears import (
     can_write_linear,
+    is_identity,
     linear,
     linear_per_sample,
     linears,
@@ -515,15 +516,26 @@ def norm_and_rotate_part(
     return norm_and_rotate(call, module, names, query, key, rope, rotate, "per_head", heads, "half")
 
 
-def project_out(module: Any, x: Tensor) -> Tensor:
-    """The attention's output projection, and its dropout if it has one."""
+def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
+    """The attention's output projection, and its dropout if it has one.
+
+    ``source``: the attention's input, if a block adds the result to a residual. If the block gave
+    ``QuantizedRows``, the result may be an ``Fp8Product``.
+    """
     to_out = module._modules.get("to_out")
     if to_out is None:
         return x
+    is_branch = type(source) is QuantizedRows
     if type(to_out) is nn.ModuleList:
         layer, dropout = to_out._modules.values()
-        return run_dropout(dropout, linear_per_sample(layer, x))
-    return linear_per_sample(to_out, x)
+        out = linear_per_sample(layer, x, is_branch and is_identity(dropout))
+        return run_dropout(dropout, out)
+    return linear_per_sample(to_out, x, is_branch)
+
+
+def project_text_out(module: Any, c: Tensor, source: Any = None) -> Any:
+    """The output projection of the text, as ``project_out`` for the image."""
+    return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -712,7 +724,7 @@ def forward_with_tables(
     streams = project(call, self, x, c, image_rope, text_rope)[::-1]
     options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
     text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
-    return project_out(self, image_out), linear_per_sample(self._modules["to_add_out"], text_out)
+    return project_out(self, image_out, x), project_text_out(self, text_out, c)
 
 
 def concat_streams(call: Call, first: Tensor, second: Tensor) -> Tensor:

@@ -41,10 +41,11 @@ from .blocks import (
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import FLUX2_SWIGLU, SILU, linear, swiglu_spec
+from .linears import FLUX2_SWIGLU, SILU, linear, linear_per_sample, swiglu_spec
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
 from .patch import Call
+from .quantized_rows import QuantizedRows
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
@@ -170,7 +171,8 @@ def _parallel_attention_forward(
     else:
         out = attend(call, self, query, key, value, attention_mask, heads=heads)
         both = torch.cat([out, activation(mlp)], dim=-1)
-    return linear(self._modules["to_out"], both)
+    is_branch = type(hidden_states) is QuantizedRows
+    return linear_per_sample(self._modules["to_out"], both, is_branch)
 
 
 _SPECS = (

@@ -128,10 +128,10 @@ def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor
 
 def run_dropout(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)``, which is x itself for a plain ``torch.nn.Dropout`` outside training."""
-    return x if _is_identity(layer) else layer(x)
+    return x if is_identity(layer) else layer(x)
 
 
-def _is_identity(dropout: Any) -> bool:
+def is_identity(dropout: Any) -> bool:
     return is_plain(dropout, DROPOUT) and not dropout.training
 
 
@@ -217,15 +217,20 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     return functional.swiglu(both, activated="first")
 
 
-def linear_per_sample(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it."""
+def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
+    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it.
+
+    ``is_branch``: whether the result is for a residual sum and may be an ``Fp8Product``.
+    """
+    if is_branch or not x.is_contiguous():
+        weights = fp8_weights_for(x, layer)
+        if weights is not None:
+            product = Fp8Product(quantized_rows(x), weights[layer])
+            return product if is_branch else product.result()
     if x.is_contiguous():
         return linear(layer, x)
     if not can_write_linear(layer, x):
-        weights = fp8_weights_for(x, layer)
-        if weights is None:
-            return linear(layer, x.contiguous())
-        return fp8_product(quantized_rows(x), weights[layer])
+        return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)
     return out
@@ -269,11 +274,11 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
             activation, dropout, out, *last = net._modules.values()
             y: Any = None
-            if _is_identity(dropout):
+            if is_identity(dropout):
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
                 y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
-            if last and not _is_identity(last[0]):
+            if last and not is_identity(last[0]):
                 return last[0](y.result() if type(y) is Fp8Product else y)
             return y
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):

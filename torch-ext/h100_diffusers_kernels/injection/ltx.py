@@ -106,7 +106,7 @@ def _attention_forward(
 
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
-    return project_out(self, out)
+    return project_out(self, out, x)
 
 
 def _rope_forward(

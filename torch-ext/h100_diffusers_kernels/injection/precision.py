@@ -12,6 +12,7 @@ from torch import nn
 
 from ..conditions import PLAIN_TYPES, dtype_name
 from .checks import class_name
+from .fp8_linears import fp8_weight
 from .fp8_weights import is_offloaded_to_disk, weight_values
 from .report import InjectionReport, join
 
@@ -260,6 +261,8 @@ def _expression(pattern: str) -> str:
 
 
 def _why_not_quantizable(layer: nn.Linear) -> str | None:
+    if fp8_weight(layer) is not None:
+        return _ALREADY
     if type(layer) is not nn.Linear:
         return f"it is a {class_name(layer)}"
     weight: Any = layer.weight

@@ -24,11 +24,12 @@ from .attention import (
     inputs_taken,
     project,
     project_out,
+    project_text_out,
 )
 from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, linear_per_sample
+from .linears import LINEAR_GELU
 from .norm_modules import OUTPUT_NORM
 from .norms import ChosenRows, clip_to_float16
 from .patch import Call
@@ -131,7 +132,7 @@ def _attention_forward(
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
-    return project_out(self, out), linear_per_sample(self._modules["to_add_out"], c_out)
+    return project_out(self, out, x), project_text_out(self, c_out, c)
 
 
 def _joint_mask(mask: Tensor, image_length: int) -> Tensor:

@@ -158,7 +158,7 @@ def _attention_forward(
             value = linear(modules["add_v_proj"], image_tokens)
         key = apply_norm(call, self, "norm_added_k", key)
         out = attend(call, self, query, key, value, None, addend=out, **options)
-    return project_out(self, out)
+    return project_out(self, out, x)
 
 
 def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
