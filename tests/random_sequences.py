@@ -34,7 +34,7 @@ import time
 import traceback
 import warnings
 import weakref
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -1379,21 +1379,33 @@ class Task(NamedTuple):
         return result
 
 
-def results_of(tasks, processes):
-    """(task, result) of all tasks in order of completion. A dead process ends the program with an error."""
+def is_over(end):
+    return end is not None and time.monotonic() >= end
+
+
+def results_of(tasks, processes, seconds):
+    """(task, result) of the tasks that begin within this time, in order of completion. A dead process ends
+    the program with an error."""
+    end = None if seconds is None else time.monotonic() + seconds
     if processes == 1:
         prepare_process()
-        yield from ((task, task.run()) for task in tasks)
+        yield from ((task, task.run()) for task in tasks if not is_over(end))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, prepare_process) as pool:
         futures = {pool.submit(Task.run, task): task for task in tasks}
-        for future in as_completed(futures):
-            try:
-                yield futures[future], future.result()
-            except BrokenProcessPool as error:
-                running = [futures[one].seed for one in futures if not one.done()]
-                raise click.ClickException(f"a process died; {len(running)} are left") from error
+        running = set(futures)
+        try:
+            while running:
+                left = None if end is None else max(0, end - time.monotonic())
+                done, running = wait(running, left, FIRST_COMPLETED)
+                if is_over(end):
+                    running = {future for future in running if not future.cancel()}
+                    end = None
+                yield from ((futures[future], future.result()) for future in done)
+        except BrokenProcessPool as error:
+            left = [futures[future].seed for future in futures if not future.done()]
+            raise click.ClickException(f"a process died; {len(left)} are left") from error
 
 
 @click.command(help=__doc__.split("\n\n")[0])
@@ -1404,14 +1416,15 @@ def results_of(tasks, processes):
 @click.option("--device", default="cpu")
 @click.option("--sequences", default=100, help="Number of sequences per family.")
 @click.option("--first-seed", default=0)
+@click.option("--seconds", type=float, help="No sequence begins after this time.")
 @click.option("--processes", default=1)
-def main(family, graphs, fp8, seed, device, sequences, first_seed, processes):
+def main(family, graphs, fp8, seed, device, sequences, first_seed, seconds, processes):
     families = list(MODELS) if family == "all" else [family]
     seeds = range(first_seed, first_seed + sequences) if seed is None else [seed]
     tasks = [Task(name, s, device, graphs, fp8) for s in seeds for name in families]
     began = time.monotonic()
     totals, counts = collections.Counter(), collections.Counter()
-    for task, result in results_of(tasks, processes):
+    for task, result in results_of(tasks, processes, seconds):
         totals.update(sequences=1, steps=result.steps, forwards=result.forwards)
         totals["refused"] += result.refused is not None
         counts.update(result.counts)

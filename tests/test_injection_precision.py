@@ -726,7 +726,8 @@ def test_fuse(kernel, device, family, is_adapted_first, is_safe):
         kernel.inject_kernels(fused)
         arguments = family.inputs(device, BFLOAT16)
         out = run(model, arguments)
-        assert_close(out, run(fused, arguments), 0.06)  # adapters share no quantized inputs
+        # Adapters share no quantized inputs, so the rounding errors of both are independent.
+        assert_close(out, run(fused, arguments), 0.08)
         return out
 
     for each in (model, plain):

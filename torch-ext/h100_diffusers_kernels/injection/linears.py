@@ -313,7 +313,8 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
         return None
     inner = proj._parameters
     if (
-        not {"weight", "bias"} <= inner.keys()
+        "weight" not in inner
+        or "bias" not in inner
         or not fp8_takes(x)
         or not fp8_fits(out, found, x, inner["weight"].shape[0] // halves)
         or is_differentiated(*inner.values())
