@@ -371,10 +371,15 @@ HEADS_GIVEN = "attention_heads_given"
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
 IN_BLOCKS = "_in_blocks"
-FP8_CALLS = [*FP8_OPERATIONS, *(name + IN_BLOCKS for name in ("quantize_fp8", *FP8_PRODUCTS))]
+FP8_CALLS = [
+    *FP8_OPERATIONS,
+    *(name + IN_BLOCKS for name in ("quantize_fp8", "swiglu_fp8", *FP8_PRODUCTS)),
+]
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
-    name + how for name in ("quantize_fp8", "linear_gelu_fp8") for how in ("", IN_BLOCKS)
+    name + how
+    for name in ("quantize_fp8", "swiglu_fp8", "linear_gelu_fp8")
+    for how in ("", IN_BLOCKS)
 ]
 CALLS = [
     *OPERATIONS,
@@ -452,11 +457,11 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return normal(*size, dtype=dtype, device=device, **options)
 
     batch, seq, hidden = shape
+    block_size = 128 if name.endswith(IN_BLOCKS) else None
     if operation_of(name) == "quantize_fp8":
-        block_size = 128 if name.endswith(IN_BLOCKS) else None
         return kernel.quantize_fp8, {"x": tensor(*shape, layout=layout), "block_size": block_size}
     if operation_of(name) in FP8_PRODUCTS:
-        blocks = math.ceil(hidden / 128) if name.endswith(IN_BLOCKS) else 1
+        blocks = math.ceil(hidden / block_size) if block_size else 1
         arguments = fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
         if operation_of(name) == "linears_fp8":
             arguments = several_weights(arguments, (40, 7, 64))
@@ -468,10 +473,13 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             residual = tensor(batch, seq, 40, layout=layout)
             arguments = {"residual": residual, **arguments, "gate": tensor(batch, 1, 40)}
         return getattr(kernel, operation_of(name)), arguments
-    if name in WITH_FP8_RESULT:
-        unquantized = name.removesuffix("_fp8")
+    if operation_of(name) in WITH_FP8_RESULT:
+        quantized = operation_of(name)
         how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
-        return getattr(kernel, name), sample(kernel, unquantized, **how)[1]
+        _, arguments = sample(kernel, quantized.removesuffix("_fp8"), **how)
+        if quantized == "swiglu_fp8":
+            arguments["block_size"] = block_size
+        return getattr(kernel, quantized), arguments
     if operation_of(name) in ("group_norm", "channel_rms_norm"):
         is_last = name in (CHANNELS_LAST, RMS_CHANNELS_LAST)
         x = tensor(batch, hidden, seq, layout=layout).mT if is_last else None

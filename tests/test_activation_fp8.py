@@ -1,25 +1,55 @@
-"""Activations with a quantized result: E4M3 rows and a scale for each row, from the unrounded values."""
+"""Activations with a quantized result: E4M3 rows and a scale for each row or block, from the unrounded
+values."""
 
 import inspect
+import math
 
 import pytest
 import torch
 
 import references
-from checks import MemorySnapshot, one_thread, outcome, poison_memory, tensors_of
-from inputs import DTYPES, GATED, LAYOUTS, normal, pairwise
+from checks import (
+    MemorySnapshot,
+    assert_same_bits,
+    compiled_outcome,
+    one_thread,
+    outcome,
+    poison_memory,
+    tensors_of,
+)
+from inputs import DTYPES, GATED, LAYOUTS, every_dtype, normal, pairwise, sample
 from test_activation import BIASES, VARIANTS, with_bias
+from test_fp8 import every_block_size
 from test_norm_fp8 import FP8, check_quantized
 
 QUANTIZED = {
     activation: call for activation, call in VARIANTS.items() if not activation.startswith("silu")
 }
 every_activation = pytest.mark.parametrize("activation", QUANTIZED)
+WITH_BLOCKS = [activation for activation in QUANTIZED if activation.startswith("swiglu")]
+every_with_blocks = pytest.mark.parametrize("activation", WITH_BLOCKS)
 # Rows of one to three packs a thread, and of single elements; those of LTX-Video, FLUX and Wan.
 SIZES = [1, 7, 8, 65, 520, 1000, 3072, 4104, 8192, 12288, 13824, 18432, 18440]
 
 
-def check_activation(kernel, activation, x, **options):
+def in_blocks(tensor):
+    """The whole blocks of a row as rows of their own, then the last, shorter one."""
+    whole = tensor.shape[-1] // 128 * 128
+    yield tensor[..., :whole].contiguous().unflatten(-1, (-1, 128))
+    if whole < tensor.shape[-1]:
+        yield tensor[..., whole:].contiguous()
+
+
+def check_blocks(values, scales, reference):
+    assert values.dtype == FP8 and values.shape == reference.shape
+    assert scales.shape == (*reference.shape[:-1], math.ceil(reference.shape[-1] / 128))
+    whole = reference.shape[-1] // 128
+    of_blocks = scales[..., :whole, None].contiguous(), scales[..., whole:].contiguous()
+    for part in zip(in_blocks(values), of_blocks, in_blocks(reference), strict=False):
+        check_quantized(*part)
+
+
+def check_activation(kernel, activation, x, block_size=None, **options):
     name, choices = QUANTIZED[activation]
     options = {**choices, **options}
     with one_thread():
@@ -27,9 +57,13 @@ def check_activation(kernel, activation, x, **options):
     inputs = list(tensors_of(x, options))
     memory = MemorySnapshot(inputs)
     poison_memory(reference.to(FP8))
-    values, scales = getattr(kernel, f"{name}_fp8")(x, **options)
+    how = {} if block_size is None else {"block_size": block_size}
+    values, scales = getattr(kernel, f"{name}_fp8")(x, **options, **how)
     memory.assert_unchanged()
     assert values.is_contiguous() and scales.is_contiguous()
+    if block_size is not None:
+        with one_thread():
+            return check_blocks(values, scales, reference)
     # The reference of a GELU has no accurate value far below 0.
     is_accurate = (reference.abs() > 1e-12).any(-1) | (reference == 0).all(-1) & (x == 0).all(-1)
     assert not (scales[~is_accurate] > 1e-12).any()
@@ -53,6 +87,32 @@ def test_layouts(kernel, device, activation, layout, hidden, dtype, bias):
     check_activation(kernel, activation, x, **with_bias({}, bias, x))
 
 
+# Those of one block and of less, and rows that are longer than a thread block holds.
+BLOCKED_SIZES = [1, 100, 127, 128, 129, 136, *SIZES[4:], 8200, 40000]
+
+
+@pairwise(activation=WITH_BLOCKS, hidden=BLOCKED_SIZES, dtype=DTYPES, bias=BIASES)
+def test_sizes_in_blocks(kernel, device, activation, hidden, dtype, bias):
+    x = normal(33, 2 * hidden, dtype=dtype, device=device, std=2.0)
+    check_activation(kernel, activation, x, 128, **with_bias({}, bias, x))
+
+
+@pairwise(activation=WITH_BLOCKS, layout=LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
+def test_layouts_in_blocks(kernel, device, activation, layout, hidden, dtype, bias):
+    x = normal(3, 8, 2 * hidden, dtype=dtype, device=device, layout=layout)
+    check_activation(kernel, activation, x, 128, **with_bias({}, bias, x))
+
+
+@every_with_blocks
+@every_dtype
+def test_blocks_are_rows_of_their_own(kernel, device, activation, dtype):
+    _, choices = QUANTIZED[activation]
+    x = normal(3, 2, 5, 128, dtype=dtype, device=device)
+    values, scales = kernel.swiglu_fp8(x.flatten(1), **choices, block_size=128)
+    rows, row_scales = kernel.swiglu_fp8(x.transpose(1, 2).flatten(2), **choices)
+    assert_same_bits((values, scales), (rows.flatten(1), row_scales.flatten(1)))
+
+
 @every_activation
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64)], ids=str)
 def test_empty(kernel, device, activation, shape):
@@ -73,13 +133,98 @@ def test_zeros_and_nan(kernel, device, activation, hidden):
     assert values[[0, 3]].float().isfinite().all() and scales[[0, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("hidden", [300, 2048])
+def test_zeros_and_nan_in_blocks(kernel, device, hidden):
+    x = normal(3, 2, hidden, dtype=torch.bfloat16, device=device)
+    x[0, :, 128:256] = 0
+    x[1, 1, 130] = torch.nan
+    x[2, 0, hidden - 1] = torch.inf
+    values, scales = kernel.swiglu_fp8(x.flatten(1), block_size=128)
+    assert not values[0, 128:256].float().any() and scales[0, 1] == 0
+    is_lost = torch.zeros(3, hidden, dtype=torch.bool, device=device)
+    is_lost[1, 128:256] = is_lost[2, (hidden - 1) // 128 * 128 :] = True
+    assert torch.equal(values.float().isnan(), is_lost)
+    assert torch.equal(scales.isnan(), is_lost[:, ::128])
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (0, 512), (3, 0), (2, 0, 64)], ids=str)
+def test_empty_in_blocks(kernel, device, shape):
+    values, scales = kernel.swiglu_fp8(torch.ones(shape, device=device), block_size=128)
+    assert values.dtype == FP8 and values.shape == (*shape[:-1], shape[-1] // 2)
+    assert scales.dtype == torch.float32
+    assert scales.shape == (*shape[:-1], math.ceil(shape[-1] / 2 / 128))
+
+
+# --------------------------------------------------------------------------------------------------
+# Results in the caller's memory, also tested by test_fp8_products.py
+
+
+def check_out(kernel, x, columns, first, width, **options):
+    """The same bits as new results in columns of a wider tensor, and no other write."""
+    expected = kernel.swiglu_fp8(x, **options)
+    values = torch.zeros(*x.shape[:-1], width, device=x.device).to(FP8)
+    scale = torch.full((*x.shape[:-1], expected[1].shape[-1] + 5), math.nan, device=x.device)
+    out = values[..., first : first + columns], scale[..., 3 : 3 + expected[1].shape[-1]]
+    memory = MemorySnapshot([x, *out])
+    results = kernel.swiglu_fp8(x, **options, out=out)
+    assert all(a is b for a, b in zip(results, out, strict=True))
+    assert_same_bits(out, expected)
+    for tensor in out:
+        memory.allow(tensor)
+    memory.assert_unchanged()
+
+
+@pytest.mark.sanitize
+@pairwise(
+    columns=[8, 136, 256, 300, 1024],
+    first=[0, 128, 8, 3],
+    width=[2048, 2000, 1999],
+    block_size=[None, 128],
+    dtype=DTYPES,
+)
+def test_out_of_rows_with_any_alignment(kernel, device, columns, first, width, block_size, dtype):
+    x = normal(2, 5, 2 * columns, dtype=dtype, device=device)
+    check_out(kernel, x, columns, first, width, block_size=block_size)
+
+
+@every_block_size
+def test_columns_of_flux2(kernel, device, block_size):
+    """The feed-forward's part of a single block's projection, beside the attention's."""
+    x = normal(1, 40, 2 * 18432, dtype=torch.bfloat16, device=device)
+    check_out(kernel, x, 18432, 6144, 24576, activated="first", block_size=block_size)
+
+
+def test_attention_beside_activation(kernel, device):
+    """As in FLUX.2's single blocks: one product of two quantized parts, which are never concatenated."""
+    attended = normal(2, 40, 256, dtype=torch.bfloat16, device=device)
+    x = normal(2, 40, 2 * 768, dtype=torch.bfloat16, device=device)
+    values = torch.empty(2, 40, 1024, device=device).to(FP8)
+    scales = torch.empty(2, 40, 8, device=device)
+    how = {"activated": "first", "block_size": 128}
+    kernel.quantize_fp8(attended, block_size=128, out=(values[..., :256], scales[..., :2]))
+    kernel.swiglu_fp8(x, **how, out=(values[..., 256:], scales[..., 2:]))
+    weight = kernel.quantize_fp8(normal(64, 1024, dtype=torch.float32, device=device))
+    activated = references.swiglu(x, activated="first")
+    row = torch.cat([attended.double(), activated], -1)
+    exact = row @ (weight[0].double() * weight[1].double()).T
+    out = kernel.linear_fp8(values, scales, *weight)
+    assert (out.double() - exact).norm() < 0.05 * exact.norm()
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+
 @every_activation
 def test_same_signature_and_errors_as_the_unquantized_activation(kernel, device, activation):
     name, choices = QUANTIZED[activation]
     plain, quantized = getattr(kernel, name), getattr(kernel, f"{name}_fp8")
     parameters = dict(inspect.signature(plain).parameters)
     del parameters["out"]
-    assert dict(inspect.signature(quantized).parameters) == parameters
+    given = dict(inspect.signature(quantized).parameters)
+    if activation in WITH_BLOCKS:
+        del given["block_size"], given["out"]
+    assert given == parameters
     x = normal(2, 64, dtype=torch.bfloat16, device=device)
     wrong = [
         {"x": x.int()},
@@ -95,6 +240,35 @@ def test_same_signature_and_errors_as_the_unquantized_activation(kernel, device,
         assert kind in (TypeError, ValueError)
         expected = text.replace(f"{name}:", f"{name}_fp8:", 1)
         assert outcome(quantized, {**choices, **arguments}) == (kind, expected)
+
+
+@pytest.mark.parametrize("block_size", [64, 0, True, 128.0, "128"])
+def test_block_sizes_are_those_of_quantize_fp8(kernel, device, block_size):
+    function, arguments = sample(kernel, "swiglu_fp8", dtype=torch.bfloat16, device=device)
+    arguments["block_size"] = block_size
+    given = outcome(function, arguments)
+    x = arguments["x"]
+    kind, text = outcome(kernel.quantize_fp8, {"x": x, "block_size": block_size})
+    assert given == (kind, text.replace("quantize_fp8:", "swiglu_fp8:"))
+    assert compiled_outcome(function, arguments) == given
+
+
+@pytest.mark.parametrize(
+    ("is_silu", "is_gated", "name"),
+    [(False, False, "gelu_fp8"), (True, False, "silu_fp8"), (False, True, "geglu_fp8")],
+)
+def test_the_operator_refuses_blocks_of_other_activations(kernel, device, is_silu, is_gated, name):
+    x = torch.ones(3, 256, device=device)
+    with pytest.raises(ValueError, match=f"^{name}: is_blocked must be False, got True$"):
+        kernel._ops.ops.activation_fp8(x, None, is_silu, is_gated, False, False, True)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("hidden", [7, 2048, 12288, 40000])
+@every_dtype
+def test_smoke_in_blocks(kernel, device, hidden, dtype):
+    x = normal(3, 2 * hidden, dtype=dtype, device=device)
+    check_activation(kernel, "swiglu", x, 128, **with_bias({}, "contiguous", x))
 
 
 @pytest.mark.sanitize

@@ -45,7 +45,7 @@ void launch_quantized(const ActivationParams& p, Stream stream) {
         compute<activation>(p, row, column, count, block);
         std::copy_n(block, count, values.get() + column);
       });
-      store_fp8_row(p.shape, row, values.get(), p.hidden, p.out, p.scale);
+      store_fp8_row(p.shape, row, values.get(), p.hidden, p.out, p.scale, p.is_blocked);
     }
   });
 }

@@ -1,5 +1,4 @@
 // Quantization to FP8 of rows, or of blocks of rows.
-#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -13,12 +12,7 @@ namespace {
 // `values` has room for a row.
 void quantize_row(const QuantizeFp8Params& p, int64_t row, float* values) {
   load(p.dtype, p.x.data, row_offset(p.shape, p.x, row), p.hidden, values);
-  auto* out = static_cast<uint8_t*>(p.out.data) + row_offset(p.shape, p.out, row);
-  auto* scale = static_cast<float*>(p.scale.data) + row_offset(p.shape, p.scale, row);
-  const int64_t group = p.is_blocked ? kFp8BlockSize : p.hidden;
-  if (p.hidden == 0) *scale = 0.0f;
-  for (int64_t i = 0; i < p.hidden; i += group)
-    *scale++ = store_fp8(values + i, std::min(group, p.hidden - i), out + i);
+  store_fp8_row(p.shape, row, values, p.hidden, p.out, p.scale, p.is_blocked);
 }
 
 }  // namespace

@@ -65,11 +65,17 @@ inline int64_t row_offset(const RowShape& shape, const RowOperand& operand, int6
   return offset;
 }
 
-// Stores a row's values over their scale, and the scale.
+// Stores a row's values over their scale, or over that of their block, and the scales.
 inline void store_fp8_row(const RowShape& shape, int64_t row, const float* values, int64_t count,
-                          const RowOperand& out, const RowOperand& scale) {
+                          const RowOperand& out, const RowOperand& scale, bool is_blocked = false) {
   auto* codes = static_cast<uint8_t*>(out.data) + row_offset(shape, out, row);
-  static_cast<float*>(scale.data)[row_offset(shape, scale, row)] = store_fp8(values, count, codes);
+  auto* scales = static_cast<float*>(scale.data) + row_offset(shape, scale, row);
+  if (!is_blocked) {
+    *scales = store_fp8(values, count, codes);
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kFp8BlockSize)
+    *scales++ = store_fp8(values + i, std::min(kFp8BlockSize, count - i), codes + i);
 }
 
 // Compilers vectorize a sum only if a directive allows them to reorder its terms. The order is the same in

@@ -44,6 +44,7 @@ struct QuantizeKernelParams {
 template <typename T>
 struct PlainValues {
   static constexpr bool kHoldsLongRows = true;  // in registers, without spilling
+  static constexpr int kScalarUnroll = 4;       // of loops over single elements, likewise
   const T* x;
 
   __device__ __forceinline__ PlainValues(const QuantizeKernelParams& params, const RowIndexer::Index& index)
@@ -67,6 +68,7 @@ struct PlainValues {
 template <typename T, class Activation, bool kIsGated>
 struct ActivatedValues {
   static constexpr bool kHoldsLongRows = !kIsGated || sizeof(T) == 2;
+  static constexpr int kScalarUnroll = kIsGated ? 2 : 4;
   const T *x, *bias;
   int64_t gate_distance;
 
@@ -174,8 +176,10 @@ __device__ __forceinline__ float quantize_scalars(const Values& row, const Quant
     return value[0];
   };
   uint32_t largest = 0;
+#pragma unroll(Values::kScalarUnroll)
   for (int64_t i = first + thread; i < end; i += kThreads) largest = max(largest, magnitude_of(value_of(i)));
   const Fp8Quotient quotient(fp8_scale(reduce(largest)));
+#pragma unroll(Values::kScalarUnroll)
   for (int64_t i = first + thread; i < end; i += kThreads)
     result.out[i] = static_cast<uint8_t>(pack_fp8(quotient(value_of(i)), 0, 0, 0));
   return quotient.scale;
@@ -235,11 +239,13 @@ void launch(const char* operation, const QuantizeKernelParams& params, bool has_
           launch_one(quantize_fp8_kernel<Values, threads, kRowPacks, kIsBlocked>, threads);
         }))
       return;
-    if constexpr (Values::kHoldsLongRows) {
-      const int64_t parts = ceil_divide(packs, kMostThreads * kLongRowPacks);
+    if constexpr (Values::kHoldsLongRows || kIsBlocked) {
+      constexpr int kThreads = Values::kHoldsLongRows ? kMostThreads : kAnyRowThreads;
+      constexpr int kPacks = Values::kHoldsLongRows ? kLongRowPacks : kRowPacks;
+      const int64_t parts = ceil_divide(packs, kThreads * kPacks);
       if (parts == 1 || (kIsBlocked && parts <= kMostParts))
-        return launch_one(quantize_fp8_kernel<Values, kMostThreads, kLongRowPacks, kIsBlocked>,
-                          Constant<kMostThreads>{}, parts);
+        return launch_one(quantize_fp8_kernel<Values, kThreads, kPacks, kIsBlocked>, Constant<kThreads>{},
+                          parts);
     }
   }
   if constexpr (kIsBlocked)
@@ -274,9 +280,12 @@ void launch_quantized_activation(const char* operation, const ActivationParams& 
     const QuantizeKernelParams params(args, gate_bytes / static_cast<int64_t>(sizeof(T)), args.bias);
     const bool has_packs = is_16_byte_aligned(args.bias) && is_16_byte_aligned(args.gate_bias) &&
                            has_vector_rows(args.x, args.shape.ndim, sizeof(T)) &&
-                           has_vector_rows(args.gate, args.shape.ndim, sizeof(T));
-    launch<ActivatedValues<T, Activation, kIsGated>, ThreadsPerRow, false>(operation, params, has_packs,
-                                                                           stream);
+                           has_vector_rows(args.gate, args.shape.ndim, sizeof(T)) &&
+                           has_vector_rows(args.out, args.shape.ndim, 1, kQuantizedPack);
+    using Values = ActivatedValues<T, Activation, kIsGated>;
+    if constexpr (kIsGated && std::is_same_v<Activation, Silu>)
+      if (args.is_blocked) return launch<Values, ThreadsPerRow, true>(operation, params, has_packs, stream);
+    launch<Values, ThreadsPerRow, false>(operation, params, has_packs, stream);
   });
 }
 

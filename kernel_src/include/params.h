@@ -288,8 +288,8 @@ void rope_3d(const Rope3dParams& params, Stream stream);
 
 // out = activation(x + bias), or with a gate (x + bias) * activation(gate + gate_bias), for `hidden` elements
 // a row. x and gate are two halves of the same rows, in either order, and bias and gate_bias two halves of
-// one vector in the same order. Without a gate, `out` may be x. If there is a scale, out is E4M3 with a scale
-// a row (FP8 below).
+// one vector in the same order. Without a gate, `out` may be x. If there is a scale, out is quantized as by
+// quantize_fp8, from the unrounded value.
 struct ActivationParams {
   RowShape shape;
   int64_t hidden;
@@ -300,7 +300,8 @@ struct ActivationParams {
   RowOperand out;
   const void* bias;       // (hidden,), may be null
   const void* gate_bias;  // (hidden,), null if bias is null
-  RowOperand scale;       // float32, one a row
+  RowOperand scale;       // float32: one a row, or one a block
+  bool is_blocked;        // swiglu only
 };
 
 void gelu(const ActivationParams& params, Stream stream);

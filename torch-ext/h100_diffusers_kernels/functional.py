@@ -1052,6 +1052,7 @@ def swiglu(
 _gelu_fp8, _geglu_fp8, _swiglu_fp8 = (
     plain_call(operation, "activation_fp8") for operation in ("gelu_fp8", "geglu_fp8", "swiglu_fp8")
 )
+_swiglu_fp8_out = plain_writing_call("swiglu_fp8", "activation_fp8_out")
 
 
 def gelu_fp8(
@@ -1063,7 +1064,7 @@ def gelu_fp8(
         ``(values, scale)``: float8_e4m3fn ``(..., D)`` and float32 ``(..., 1)``.
     """
     tanh = choice("gelu_fp8", "approximate", approximate, _APPROXIMATIONS)
-    return _gelu_fp8(x, bias, False, False, tanh, False)
+    return _gelu_fp8(x, bias, False, False, tanh, False, False)
 
 
 def geglu_fp8(
@@ -1080,19 +1081,36 @@ def geglu_fp8(
     """
     tanh = choice("geglu_fp8", "approximate", approximate, _APPROXIMATIONS)
     first = choice("geglu_fp8", "activated", activated, _HALVES)
-    return _geglu_fp8(x, bias, False, True, tanh, first)
+    return _geglu_fp8(x, bias, False, True, tanh, first, False)
 
 
 def swiglu_fp8(
-    x: Tensor, bias: Optional[Tensor] = None, *, activated: str = "second"
+    x: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    activated: str = "second",
+    block_size: Optional[int] = None,
+    out: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``swiglu``, with the result quantized as by ``quantize_fp8``, from the unrounded value.
 
+    Args:
+        x, bias, activated: as for ``swiglu``.
+        block_size: None for one scale per row, or 128 for one per block, as for ``quantize_fp8``.
+        out: ``(values, scale)`` of the results' shapes and dtypes, or None. Each is strided in any dimension
+            except the last, for example columns of a wider tensor, and shares no memory with the other or an
+            input. Values whose rows are not all aligned to 8 bytes take longer.
+
     Returns:
-        ``(values, scale)``, as from ``gelu_fp8``.
+        ``(values, scale)``: float8_e4m3fn ``(..., D)`` and float32 ``(..., 1)`` or ``(..., ceil(D / 128))``.
     """
     first = choice("swiglu_fp8", "activated", activated, _HALVES)
-    return _swiglu_fp8(x, bias, True, True, False, first)
+    arguments = x, bias, True, True, False, first, _is_blocked("swiglu_fp8", block_size)
+    if out is None:
+        return _swiglu_fp8(*arguments)
+    out = _fp8_out("swiglu_fp8", out)
+    _swiglu_fp8_out(out, *arguments)
+    return out
 
 
 @torch.library.register_fake(add_op_namespace_prefix("activation"))
@@ -1103,11 +1121,11 @@ def _activation_fake(x, bias, is_silu, is_gated, *_):
 
 @torch.library.register_fake(add_op_namespace_prefix("activation_fp8"))
 def _activation_fp8_fake(x, *options):
-    values = _activation_fake(x, *options).to(torch.float8_e4m3fn)
-    return values, x.new_empty([*x.shape[:-1], 1], dtype=torch.float32)
+    return _quantize_fp8_fake(_activation_fake(x, *options), options[-1])
 
 
 @torch.library.register_fake(add_op_namespace_prefix("activation_out"))
+@torch.library.register_fake(add_op_namespace_prefix("activation_fp8_out"))
 def _activation_out_fake(x, *_):
     required(x)
 
@@ -1245,16 +1263,11 @@ def quantize_fp8(
     Source: Micikevicius et al., 2022 (FP8), https://arxiv.org/abs/2209.05433; blocks of 128 as in
     DeepSeek-AI, 2024 (DeepSeek-V3), https://arxiv.org/abs/2412.19437.
     """
-    if block_size is not None:
-        if type(block_size) is not int:
-            refuse_type("quantize_fp8", "block_size", "an integer or None", block_size)
-        if block_size != _FP8_BLOCK_SIZE:
-            accepted = f"{_FP8_BLOCK_SIZE} or None"
-            fail("quantize_fp8", f"block_size must be {accepted}, got {shown(block_size)}")
+    is_blocked = _is_blocked("quantize_fp8", block_size)
     if out is None:
-        return _quantize_fp8(x, block_size is not None)
+        return _quantize_fp8(x, is_blocked)
     out = _fp8_out("quantize_fp8", out)
-    _quantize_fp8_out(out, x, block_size is not None)
+    _quantize_fp8_out(out, x, is_blocked)
     return out
 
 
@@ -1396,6 +1409,17 @@ def _is_float16(operation: str, dtype: Any) -> bool:
         given = str(dtype).replace("torch.", "")
         fail(operation, f"dtype must be bfloat16 or float16, got {given}")
     return dtype is torch.float16
+
+
+def _is_blocked(operation: str, block_size: Any) -> bool:
+    if block_size is None:
+        return False
+    if type(block_size) is not int:
+        refuse_type(operation, "block_size", "an integer or None", block_size)
+    if block_size != _FP8_BLOCK_SIZE:
+        accepted = f"{_FP8_BLOCK_SIZE} or None"
+        fail(operation, f"block_size must be {accepted}, got {shown(block_size)}")
+    return True
 
 
 def _fp8_out(operation: str, out: Any) -> tuple:
