@@ -48,4 +48,34 @@ inline void check_out(const ArgumentChecker& check, const Tensor& out, const Siz
   }
 }
 
+inline int64_t fp8_blocks(int64_t hidden) { return (hidden + kFp8BlockSize - 1) / kFp8BlockSize; }
+
+// Fails unless these are FP8 values of this shape and scales, this number a row, on x's device, which share
+// no memory with each other and with the inputs.
+inline void check_fp8_out(const ArgumentChecker& check, const Tensor& values, const Tensor& scale,
+                          const Sizes& shape, int64_t scales, std::initializer_list<ReadTensor> read) {
+  Sizes scale_shape = shape;
+  scale_shape.back() = scales;
+  check.same_device("values_out", values);
+  check.float8("values_out", values);
+  check.exact_shape("values_out", values, shape);
+  check.same_device("scale_out", scale);
+  check.float32("scale_out", scale);
+  check.exact_shape("scale_out", scale, scale_shape);
+  check_writable(check.operation(), "values_out", values, "");
+  check_writable(check.operation(), "scale_out", scale, "");
+  const auto check_apart = [&](const char* name, const Tensor& tensor, const char* written,
+                               const Tensor& out) {
+    if (overlap(tensor, out))
+      fail(check.operation(), name, " must not share memory with ", written,
+           ", which is written, got overlapping elements");
+  };
+  check_apart("scale_out", scale, "values_out", values);
+  for (const auto& [name, tensor, _] : read) {
+    if (!tensor.has_value()) continue;
+    check_apart(name, *tensor, "values_out", values);
+    check_apart(name, *tensor, "scale_out", scale);
+  }
+}
+
 }  // namespace h100_diffusers_kernels
