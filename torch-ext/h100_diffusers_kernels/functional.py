@@ -1203,8 +1203,8 @@ def attention_fp8(
     addend: Optional[Tensor] = None,
     out: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:
-    """``attention`` of heads of 128 elements, quantized as by ``quantize_fp8`` with ``block_size=128``, from the
-    unrounded value. With ``heads`` given, the result can be the x of a ``linear_fp8``.
+    """``attention`` of heads of 128 elements, quantized as by ``quantize_fp8`` with ``block_size=128``, from
+    the unrounded value. With ``heads`` given, the result can be the x of a ``linear_fp8``.
 
     No input may require grad.
 
