@@ -358,12 +358,13 @@ def _key_lengths(mask: Tensor) -> Tensor:
     return mask.flatten(1).sum(1, dtype=torch.int32)
 
 
-def attention_weights(
-    attention: str, layers: Sequence[str], block: Any, x: Tensor, *others: str
+def _weights_of_part(
+    kind: type, part: str, layers: Sequence[str], block: Any, x: Tensor, *others: str
 ) -> dict[Any, Fp8Weight] | None:
-    """``fp8_weights_for`` x of the layers of ``block.attention`` with the names ``layers``, and of those of
-    the block with the names ``others``, if a call of the attention runs its stand-in without hooks."""
-    module = block._modules.get(attention)
+    """``fp8_weights_for`` x of the layers of ``block.part`` with the names ``layers``, and of those of the
+    block with the names ``others``, if a call of the part runs its stand-in without hooks. ``kind``: of the
+    stand-in's spec."""
+    module = block._modules.get(part)
     # torch.compile cannot trace a read of the instance's forward.
     if torch.compiler.is_compiling() or module is None:
         return None
@@ -372,8 +373,21 @@ def attention_weights(
     if weights is None or getattr(module, "fused_projections", False):
         return None
     stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
-    is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, AttentionSpec)
+    is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, kind)
     return weights if is_known and is_bare(stand_in.spec, module) else None
+
+
+attention_weights = partial(_weights_of_part, AttentionSpec)
+# Of a feed-forward with a stand-in of its own, in which no other part has layers of these names.
+gated_feed_forward_weights = partial(_weights_of_part, PatchSpec)
+# ``blocks.Prologue.weights_for`` before ``block.attn``: of the image or the only stream, and of the text.
+image_weights = partial(attention_weights, "attn", QUERY_KEY_VALUE)
+text_weights = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
+
+
+def single_block_weights(block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
+    """``blocks.Prologue.weights_for`` of a single block, whose feed-forward takes the same norm."""
+    return attention_weights("attn", QUERY_KEY_VALUE, block, x, "proj_mlp")
 
 
 def inputs_taken(x: Any, *others: Any) -> bool:
@@ -727,12 +741,16 @@ def forward_with_tables(
     return project_out(self, image_out, x), project_text_out(self, text_out, c)
 
 
-def concat_streams(call: Call, first: Tensor, second: Tensor) -> Tensor:
+def concat_streams(call: Call, first: Any, second: Any) -> Any:
     """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are adjacent in one buffer, such as the
-    slices of the previous block's joint result."""
+    slices of the previous block's joint result. They may be quantized for the same layers."""
+    if type(first) is type(second) is QuantizedRows:
+        values = concat_streams(call, first.values, second.values)
+        scale = concat_streams(call, first.scale, second.scale)
+        return QuantizedRows(values, scale, first.dtype, first.weights)
     if call.state is not None and _are_adjacent(first, second):
         return concat_view(first, second)
-    return torch.cat([first, second], dim=1)
+    return torch.cat([as_tensor(first), as_tensor(second)], dim=1)
 
 
 def concat_view(first: Tensor, second: Tensor) -> Tensor:

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from ..conditions import is_differentiated, kernels_take
-from .attention import AttentionSpec, forward_with_tables
+from .attention import (
+    AttentionSpec,
+    forward_with_tables,
+    image_weights,
+    single_block_weights,
+    text_weights,
+)
 from .blocks import (
     FEED_FORWARDS,
     BlockSpec,
@@ -45,20 +51,28 @@ def _rows(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor
 
 
 def _prologue(
-    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, *, name: str, first: int, last: int
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    temb: Tensor,
+    *,
+    name: str,
+    first: int,
+    last: int,
+    **how: Any,
 ) -> Any:
-    """The rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
+    """``adaptive_prologue`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
     if ahead is not None:
         return None  # the model has not selected the next block's rows yet
     rows = temb[:, first:last]
-    return adaptive_prologue(call, block, None, rows, name=name, modulation_of=_rows)
+    return adaptive_prologue(call, block, None, rows, name=name, modulation_of=_rows, **how)
 
 
 _DOUBLE = (
-    partial(_prologue, name="norm1", first=0, last=6),
-    partial(_prologue, name="norm1_context", first=6, last=12),
+    partial(_prologue, name="norm1", first=0, last=6, weights_for=image_weights),
+    partial(_prologue, name="norm1_context", first=6, last=12, weights_for=text_weights),
 )
-_SINGLE = (partial(_prologue, name="norm", first=0, last=3),)
+_SINGLE = (partial(_prologue, name="norm", first=0, last=3, weights_for=single_block_weights),)
 
 
 def _double_block_forward(

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import ROTATED_ATTENTION, AttentionSpec, Stream, attend_to_all, project_out
+from .attention import (
+    QUERY_KEY_VALUE,
+    ROTATED_ATTENTION,
+    AttentionSpec,
+    Stream,
+    attend_to_all,
+    attention_weights,
+    inputs_taken,
+    project_out,
+)
 from .blocks import (
     BlockSpec,
     Prologue,
@@ -34,7 +43,15 @@ from .checks import is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .fp8_linears import are_fp8
-from .linears import FEED_FORWARD, LINEAR_GELU, feed_forward, linears, plain_weights
+from .linears import (
+    FEED_FORWARD,
+    LINEAR_GELU,
+    feed_forward,
+    feed_forward_branch,
+    feed_forward_weights,
+    linears,
+    plain_weights,
+)
 from .norms import gated_residual, norm_notes
 from .patch import Call
 
@@ -46,11 +63,12 @@ _QK_NORMS = ("norm_q", "norm_k")
 
 
 def _prologues(
-    call: Call, block: Any, name: str, ahead: Tensor | None, temb: Tensor
+    call: Call, block: Any, name: str, ahead: Tensor | None, temb: Tensor, weights_for: Any
 ) -> tuple[Any, Any]:
     """The prologues of video and text with the adaptive norm ``block.name``; a prologue's row is the gate.
 
-    ``ahead`` as in ``PrologueMakers``. Both are None if the module has to compute them.
+    ``ahead`` as in ``PrologueMakers``, ``weights_for`` as in ``Prologue``. Both results are None if the
+    module has to compute them.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -68,10 +86,19 @@ def _prologues(
     if modulation is None:
         return None, None
     rows = modulation.unsqueeze(1).chunk(count, 2)
+    how: Any = {"weights_for": weights_for, "block": block}
     return (
-        Prologue(norm, module, "norm", (rows[scale], rows[shift]), rows[2:3]),
-        Prologue(norm, module, "norm", (rows[c_scale], rows[c_shift]), rows[5:]),
+        Prologue(norm, module, "norm", (rows[scale], rows[shift]), rows[2:3], **how),
+        Prologue(norm, module, "norm", (rows[c_scale], rows[c_shift]), rows[5:], **how),
     )
+
+
+_attention_weights = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
+
+
+def _feed_forward_weights(block: Any, x: Tensor) -> Any:
+    module = block._modules["ff"]
+    return feed_forward_weights(module, x) if _runs_twice(module, x) else None
 
 
 def _makers() -> tuple:
@@ -79,7 +106,7 @@ def _makers() -> tuple:
     made: list = []
 
     def video(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-        made[:] = _prologues(call, block, "norm1", ahead, temb)
+        made[:] = _prologues(call, block, "norm1", ahead, temb, _attention_weights)
         return made[0]
 
     return video, lambda *_: made[1]
@@ -105,12 +132,12 @@ def _block_forward(
         return call.refuse(x, c, temb)
     begun = take_over(call, self, (x, c, temb))
     if begun is None:
-        first, second = _prologues(call, self, "norm1", None, temb)
+        first, second = _prologues(call, self, "norm1", None, temb, _attention_weights)
         begun = (first(x), second(c)) if first else _own_norm(self, "norm1", x, c, temb)
     ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
     more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
     out, c_out = self._modules["attn1"](hidden_states=n, encoder_hidden_states=c_n, **more)
-    first, second = _prologues(call, self, "norm2", None, temb)
+    first, second = _prologues(call, self, "norm2", None, temb, _feed_forward_weights)
     if first is None:
         x, c = gated_residual(x, out, gate), gated_residual(c, c_out, c_gate)
         begun = _own_norm(self, "norm2", x, c, temb)
@@ -125,10 +152,15 @@ def _block_forward(
     return x, c
 
 
-def _feed_forwards(module: Any, n: Tensor, c_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The feed-forward of video and text: of each, or of the concat if it has hooks."""
-    if is_plain(module, FEED_FORWARD) and may_run_ahead(module, n):
-        return feed_forward(module, n), feed_forward(module, c_n)
+def _runs_twice(module: Any, x: Any) -> bool:
+    """Whether the feed-forward runs for each stream, or once for the concat if it has hooks."""
+    return is_plain(module, FEED_FORWARD) and may_run_ahead(module, x)
+
+
+def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:
+    """The feed-forward of video and text."""
+    if _runs_twice(module, n):
+        return feed_forward_branch(module, n), feed_forward_branch(module, c_n)
     both = feed_forward(module, torch.cat([c_n, n], dim=1))
     return both[:, c_n.shape[1] :], both[:, : c_n.shape[1]]
 
@@ -145,7 +177,7 @@ def _attention_forward(
     x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     notes = norm_notes(self, _QK_NORMS)
     if notes:

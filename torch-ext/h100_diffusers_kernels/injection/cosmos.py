@@ -22,9 +22,12 @@ from torch.nn import functional as F
 
 from ..conditions import kernels_take
 from .attention import (
+    QUERY_KEY_VALUE,
     ROTATED_ATTENTION,
     AttentionSpec,
     attend,
+    attention_weights,
+    inputs_taken,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -41,7 +44,13 @@ from .blocks import (
 )
 from .embeddings import COSMOS_POSITIONS, TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, feed_forward, linear, plain_weight
+from .linears import (
+    LINEAR_GELU,
+    feed_forward_branch,
+    feed_forward_weights,
+    linear,
+    plain_weight,
+)
 from .norm_modules import COSMOS_OUTPUT_NORM
 from .norms import gated_residual
 from .patch import Call
@@ -72,12 +81,31 @@ def _modulation(
 
 # Rows are shift, scale and gate.
 _prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation)
-_FIRST = (partial(_prologue, name="norm1"),)
 
 
-def _after(call: Call, block: Any, name: str, conditions: Any, *branch: Any) -> Any:
-    """``h = residual + gate * x`` of the branch, and the result of the prologue with this norm for it."""
-    made = _prologue(call, block, None, *conditions, name=name)
+def _query_weights(block: Any, x: Tensor) -> Any:
+    layers = ("to_q", "q_img") if "q_img" in block._modules["attn2"]._modules else ("to_q",)
+    return attention_weights("attn2", layers, block, x)
+
+
+def _feed_forward_weights(block: Any, x: Tensor) -> Any:
+    return feed_forward_weights(block._modules["ff"], x)
+
+
+_NORMS = {
+    "norm1": partial(attention_weights, "attn1", QUERY_KEY_VALUE),
+    "norm2": _query_weights,
+    "norm3": _feed_forward_weights,
+}
+_FIRST, _SECOND, _THIRD = (
+    (partial(_prologue, name=name, weights_for=weights_for),)
+    for name, weights_for in _NORMS.items()
+)
+
+
+def _after(call: Call, block: Any, makers: Any, conditions: Any, *branch: Any) -> Any:
+    """``h = residual + gate * x`` of the branch, and the prologue's result for it."""
+    made = makers[0](call, block, None, *conditions)
     if isinstance(made, Prologue):
         return made.after(ResidualBranch(*branch), call)
     h = gated_residual(*branch)
@@ -109,14 +137,14 @@ def _block_forward(
     elif extra_pos_emb is None:
         begun = _FIRST[0](call, self, None, *conditions)(x)
     else:
-        x, begun = _after(call, self, "norm1", conditions, x, extra_pos_emb, None)
+        x, begun = _after(call, self, _FIRST, conditions, x, extra_pos_emb, None)
     (n,), (_, _, gate) = begun
     out = modules["attn1"](n, image_rotary_emb=image_rotary_emb)
-    x, ((n,), (_, _, next_gate)) = _after(call, self, "norm2", conditions, x, out, gate)
+    x, ((n,), (_, _, next_gate)) = _after(call, self, _SECOND, conditions, x, out, gate)
     c, mask = encoder_hidden_states, attention_mask
     out = modules["attn2"](n, encoder_hidden_states=c, attention_mask=mask)
-    x, ((n,), (_, _, gate)) = _after(call, self, "norm3", conditions, x, out, next_gate)
-    out = feed_forward(modules["ff"], n)
+    x, ((n,), (_, _, gate)) = _after(call, self, _THIRD, conditions, x, out, next_gate)
+    out = feed_forward_branch(modules["ff"], n)
     if controlnet_residual is not None:
         x, out, gate = gated_residual(x, out, gate), controlnet_residual, None
     branches, hands_over = (ResidualBranch(x, out, gate),), extra_pos_emb is None
@@ -138,7 +166,7 @@ def _attention_forward(
         return NotImplemented
     if isinstance(c, tuple):
         (c, image), (mask, image_mask) = c, mask or (None, None)
-    if not kernels_take(x, c, image):
+    if not inputs_taken(x, c, image):
         return call.refuse(x, c, image)
     rotate = partial(call.stand_in.functions[1].function, use_real_unbind_dim=-2, sequence_dim=1)
     how = (rotate, "per_head", self.heads, "half")

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
-    QUERY_KEY_VALUE,
-    TEXT_QUERY_KEY_VALUE,
     AttentionSpec,
-    attention_weights,
     forward_with_tables,
+    image_weights,
+    single_block_weights,
+    text_weights,
 )
 from .blocks import (
     FEED_FORWARDS,
@@ -47,17 +47,11 @@ _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
 
 # The first norms of a double block, of image and text, and that of a single block.
-_DOUBLE = tuple(
-    partial(adaptive_prologue, name=name, weights_for=partial(attention_weights, "attn", layers))
-    for name, layers in (("norm1", QUERY_KEY_VALUE), ("norm1_context", TEXT_QUERY_KEY_VALUE))
+_DOUBLE = (
+    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
+    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
 )
-
-
-def _single_block_weights(block: Any, x: Tensor) -> Any:
-    return attention_weights("attn", QUERY_KEY_VALUE, block, x, "proj_mlp")
-
-
-_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=_single_block_weights),)
+_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
 
 
 def _double_block_forward(

@@ -14,19 +14,33 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    AttentionSpec,
+    attend,
+    concat_streams,
+    image_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import feed_forward, linear, swiglu_spec
+from .linears import feed_forward, feed_forward_weights, linear, swiglu_spec
 from .norm_modules import modulated
 from .patch import Call, PatchSpec, is_wrapped
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
+
+
+def _weights_for(block: Any, x: Tensor) -> Any:
+    """Of attention and feed-forward."""
+    weights, others = image_weights(block, x), feed_forward_weights(block._modules["ff"], x)
+    return {**weights, **others} if weights and others else None
 
 
 def _prologue(call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, i: int) -> Any:
@@ -36,7 +50,7 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor
         return modulation.chunk(3, dim=-1)
 
     rows = partial(call.shared, f"rows {i}", modulations[i], rows_of)
-    return norm_prologue(call, block, "norm", ahead, rows)
+    return norm_prologue(call, block, "norm", ahead, rows, weights_for=_weights_for)
 
 
 _IMAGE = (partial(_prologue, i=0),)
@@ -70,7 +84,7 @@ def _single_block_forward(
         return call.refuse(x, c, *conditions)
     begun = begin(call, self, _BOTH, (x, c), conditions)
     ((n,), (_, _, gate)), ((c_n,), (_, _, c_gate)) = begun
-    n, length = torch.cat([c_n, n], dim=1), c.shape[1]
+    n, length = concat_streams(call, c_n, n), c.shape[1]
     attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
     branches = (
         ResidualBranch(x, attention_out[:, length:], gate, addend=out[:, length:]),
@@ -80,7 +94,7 @@ def _single_block_forward(
     return c, x
 
 
-def _attention_and_feed_forward(block: Any, n: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
+def _attention_and_feed_forward(block: Any, n: Any, rope: Any) -> tuple[Tensor, Tensor]:
     modules = block._modules
     attention_out = modules["attn"](hidden_states=n, image_rotary_emb=rope)
     return attention_out, feed_forward(modules["ff"], n)
@@ -93,7 +107,7 @@ def _attention_forward(
     attention_mask: Tensor | None = None,
     image_rotary_emb: Any = None,
 ) -> Tensor:
-    if not kernels_take(hidden_states):
+    if not inputs_taken(hidden_states):
         return call.refuse(hidden_states)
     rotation, project = (known.function for known in call.stand_in.functions[1:])
     if self.fused_projections:

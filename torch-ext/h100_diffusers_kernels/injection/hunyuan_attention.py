@@ -1,6 +1,6 @@
-"""Attention of HunyuanVideo 1.0 and 1.5, FramePack and HunyuanImage, for blocks and attention modules.
+"""Blocks and attention of HunyuanVideo 1.0 and 1.5, FramePack and HunyuanImage.
 
-It is joint attention with the image before the text. Only the image is rotated, and the text is padded. All
+Attention is joint, with the image before the text. Only the image is rotated, and the text is padded. All
 keys of the image are valid. The video models put the valid text first, so their mask is a number of keys for
 each sample. HunyuanImage may pass any mask of the text; it becomes a bias.
 
@@ -18,35 +18,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_take
 from .attention import (
     ROTATED_ATTENTION,
     AttentionSpec,
     attend_jointly,
     attend_to_all,
     concat_streams,
+    inputs_taken,
     key_lengths_of,
     project,
     project_out,
+)
+from .blocks import (
+    FEED_FORWARDS,
+    PrologueMakers,
+    ResidualBranch,
+    begin,
+    begin_joint,
+    feed_forwards,
+    finish,
 )
 from .linears import linear_and_gelu, linear_of_concat, linear_per_sample
 from .patch import Call
 
 
-def attend_to_both(self: Any, x: Tensor, c: Tensor, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
+def _attend(block: Any, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
     streams = {"hidden_states": x, "encoder_hidden_states": c}
-    return self._modules["attn"](**streams, attention_mask=mask, image_rotary_emb=rope)
+    return block._modules["attn"](**streams, attention_mask=mask, image_rotary_emb=rope)
 
 
-def attend_and_feed(
-    self: Any, call: Call, normalized: Tensor, length: int, mask: Any, rope: Any
-) -> Tensor:
-    """From the norm of a single block to its last linear layer, for ``length`` tokens of the image first."""
-    modules = self._modules
+def double_block(
+    block: Any,
+    call: Call,
+    makers: PrologueMakers,
+    x: Tensor,
+    c: Tensor,
+    conditions: tuple[Any, ...],
+    mask: Any,
+    rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """A block of image x and text c. ``makers`` and ``conditions`` as in ``begin``."""
+    normalized, rows = zip(*begin(call, block, makers, (x, c), conditions))
+    outs = _attend(block, normalized[0][0], normalized[1][0], mask, rope)
+    branches = feed_forwards(call, block, FEED_FORWARDS, (x, c), outs, rows)
+    return finish(call, block, makers, branches, conditions)  # type: ignore[return-value]
+
+
+def single_block(
+    block: Any,
+    call: Call,
+    makers: PrologueMakers,
+    x: Tensor,
+    c: Tensor,
+    conditions: tuple[Any, ...],
+    mask: Any,
+    rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """A block of the concat of both. Query, key, value and feed-forward take the same norm."""
+    length, modules = x.shape[1], block._modules
     proj_out = modules["proj_out"]
-    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], normalized, proj_out)
-    outs = attend_to_both(self, normalized[:, :length], normalized[:, length:], mask, rope)
-    return linear_of_concat(call, proj_out, concat_streams(call, *outs), mlp_out)
+    x, ((n,), (_, _, gate)) = begin_joint(call, block, makers[0], x, c, conditions)
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], n, proj_out)
+    outs = _attend(block, n[:, :length], n[:, length:], mask, rope)
+    out = linear_of_concat(call, proj_out, concat_streams(call, *outs), mlp_out)
+
+    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
+        return results[0][:, :length], results[0][:, length:]
+
+    arguments = (call, block, makers, (ResidualBranch(x, out, gate),), conditions)
+    return finish(*arguments, as_returned=as_returned)  # type: ignore[return-value]
 
 
 def _attention_forward(
@@ -66,7 +106,7 @@ def _attention_forward(
     x, c, rope, modules = hidden_states, encoder_hidden_states, image_rotary_emb, self._modules
     if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     length, mask, options = x.shape[1], attention_mask, {}

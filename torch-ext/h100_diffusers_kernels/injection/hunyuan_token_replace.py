@@ -1,84 +1,87 @@
 """HunyuanVideo's blocks for image-to-video, which replace the first frame.
 
-They are the model's other blocks with two embeddings. For the tokens of the first frame, the second one's
-modulation replaces the first one's. Each operation runs for all tokens and again for those few, whose results
-are copied over the first ones. Blocks pass nothing on to the next block.
+They are the model's other blocks with two embeddings: the tokens of the first frame take the second one's
+modulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_take, may_write, tracks_derivatives
-from .attention import concat_streams
-from .blocks import BlockSpec, adaptive_prologue, feed_forwards, read_adaptive
-from .hunyuan_attention import attend_and_feed, attend_to_both
-from .linears import feed_forward, linear
-from .norms import gated_residual, norm_modulate, residual_norm
+from ..conditions import kernels_take
+from .attention import image_weights, single_block_weights, text_weights
+from .blocks import BlockSpec, Prologue, PrologueResult, adaptive_prologue, linear_of_silu
+from .hunyuan_attention import double_block, single_block
+from .norms import ChosenRows
 from .patch import Call
 
 _VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
 OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
-_context_prologue = partial(adaptive_prologue, name="norm1_context")
-_Rows = Sequence[Tensor]
 
 
-def _in_two_parts(
-    compute: Callable[..., tuple[Tensor, ...]],
+def _modulation(
+    call: Call, module: Any, ahead: Tensor | None, temb: Tensor, replacing: Tensor, _: int
+) -> Tensor | None:
+    """Both embeddings' rows, (2 * B, N * D)."""
+    layer = module._modules["linear"]
+    rows = linear_of_silu(call, layer, temb, ahead)
+    of_first = linear_of_silu(call, layer, replacing, ahead, "replacing silu")
+    return None if rows is None or of_first is None else torch.cat([rows, of_first])
+
+
+def _prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    temb: Tensor,
+    replacing: Tensor,
     first: int,
-    rows: tuple[_Rows, _Rows],
-    *tensors: Tensor,
-) -> list[Tensor]:
-    """``compute(rows, *tensors)`` of tensors (B, S, D), by the second rows for the ``first`` tokens."""
-    results = compute(rows[0], *tensors)
-    of_first = compute(rows[1], *[tensor[:, :first] for tensor in tensors])
-    if tracks_derivatives() or not may_write():
-        pairs = zip(of_first, results)
-        return [torch.cat([mine, result[:, first:]], dim=1) for mine, result in pairs]
-    for mine, result in zip(of_first, results):
-        result[:, :first] = mine
-    return list(results)
+    *,
+    length: int,
+    **how: Any,
+) -> Any:
+    """``adaptive_prologue`` for ``length`` tokens; the ``first`` ones take the second embedding's rows."""
+    how.update(takes_emb=False, modulation_of=_modulation)
+    made = adaptive_prologue(call, block, ahead, temb, replacing, first, **how)
+    if made is None:
+        return None
+    make = partial(_indices, first=first, length=length)
+    index = call.shared(f"indices {first} {length}", temb, make)
+
+    def chosen(rows: Tensor) -> ChosenRows:
+        return ChosenRows(rows.squeeze(1), index)
+
+    if isinstance(made, Prologue):
+        modulation, rows = (tuple(map(chosen, each)) for each in (made.modulation, made.rows))
+        return made._replace(modulation=modulation, rows=rows)
+
+    def run_module(x: Tensor) -> PrologueResult:
+        normalized, (_, _, *rows) = made(x)
+        half = len(rows) // 2
+        pairs = zip(rows[:half], rows[half:])
+        return normalized, (None, None, *[chosen(torch.cat(pair)) for pair in pairs])
+
+    return run_module
 
 
-def _modulated(
-    call: Call, owner: Any, name: str, x: Tensor, temb: Tensor, replacing: Tensor, first: int
-) -> tuple[Tensor, tuple[_Rows, _Rows]]:
-    """The result of the norm ``owner.name``, and both embeddings' rows from the gate on, each (B, 1, D)."""
-    module = owner._modules[name]
-    found = read_adaptive(module)
-    if isinstance(found, str):
-        call.fall_back(f"{name} {found}")
-        n, *results = module(x, temb, replacing, first)
-        made = [row.unsqueeze(1) for row in results]
-        half = len(made) // 2
-        return n, (made[:half], made[half:])
-    count, _, norm = found
-    layer, silu = module._modules["linear"], torch.nn.functional.silu
-    embedded = call.shared("silu", temb, silu), call.shared("replacing silu", replacing, silu)
-    rows, of_first = [linear(layer, each).unsqueeze(1).chunk(count, 2) for each in embedded]
-
-    def compute(rows: _Rows, x: Tensor) -> tuple[Tensor, ...]:
-        return norm_modulate(norm, module, "norm", x, (rows[1], rows[0]), False)
-
-    (n,) = _in_two_parts(compute, first, (rows, of_first), x)
-    return n, (rows[2:], of_first[2:])
+def _indices(temb: Tensor, first: int, length: int) -> Tensor:
+    """The row of each token, int32 (B, S)."""
+    batch = temb.shape[0]
+    samples = torch.arange(batch, dtype=torch.int32, device=temb.device)[:, None]
+    is_first = torch.arange(length, device=temb.device) < first
+    return torch.where(is_first, samples + batch, samples)
 
 
-def _residual(x: Tensor, out: Tensor, rows: tuple[_Rows, _Rows], first: int) -> Tensor:
-    """``x + gate * out``; the gate is the last row."""
-
-    def compute(rows: _Rows, x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        return (gated_residual(x, out, rows[-1]),)
-
-    return _in_two_parts(compute, first, rows, x, out)[0]
+def _context_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, *_: Any) -> Any:
+    how: dict[str, Any] = {"name": "norm1_context", "weights_for": text_weights}
+    return adaptive_prologue(call, block, ahead, temb, **how)
 
 
-def _replacing_double_block_forward(
+def _double_block_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -88,29 +91,21 @@ def _replacing_double_block_forward(
     freqs_cis: Any = None,
     token_replace_emb: Any = None,
     num_tokens: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     x, c, first = hidden_states.contiguous(), encoder_hidden_states, num_tokens
     if token_replace_emb is None or first is None:
         return NotImplemented
     if not kernels_take(x, c, temb, token_replace_emb):
         return call.refuse(x, c, temb, token_replace_emb)
-    modules = self._modules
-    n, rows = _modulated(call, self, "norm1", x, temb, token_replace_emb, first)
-    (c_n,), c_rows = _context_prologue(call, self, None, temb)(c)
-    out, c_out = attend_to_both(self, n, c_n, attention_mask, freqs_cis)
-
-    def compute(rows: _Rows, x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-        gate, shift, scale, _ = rows
-        return residual_norm(call, self, "norm2", x, out, gate, scale, shift)
-
-    x, n = _in_two_parts(compute, first, rows, x, out)
-    (branch,) = feed_forwards(
-        call, self, (("norm2_context", "ff_context"),), (c,), (c_out,), (c_rows,)
+    how: Any = {"name": "norm1", "length": x.shape[1], "weights_for": image_weights}
+    makers, conditions = (
+        (partial(_prologue, **how), _context_prologue),
+        (temb, token_replace_emb, first),
     )
-    return _residual(x, feed_forward(modules["ff"], n), rows, first), gated_residual(*branch[:3])
+    return double_block(self, call, makers, x, c, conditions, attention_mask, freqs_cis)
 
 
-def _replacing_single_block_forward(
+def _single_block_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -120,32 +115,32 @@ def _replacing_single_block_forward(
     image_rotary_emb: Any = None,
     token_replace_emb: Any = None,
     num_tokens: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     x, c, first = hidden_states, encoder_hidden_states, num_tokens
     if token_replace_emb is None or first is None:
         return NotImplemented
     if not kernels_take(x, c, temb, token_replace_emb):
         return call.refuse(x, c, temb, token_replace_emb)
-    length, x = x.shape[1], concat_streams(call, x, c)
-    n, rows = _modulated(call, self, "norm", x, temb, token_replace_emb, first)
-    out = attend_and_feed(self, call, n, length, attention_mask, image_rotary_emb)
-    x = _residual(x, out, rows, first)
-    return x[:, :length], x[:, length:]
+    length = x.shape[1] + c.shape[1]
+    how: Any = {"name": "norm", "length": length, "weights_for": single_block_weights}
+    makers, conditions = (partial(_prologue, **how),), (temb, token_replace_emb, first)
+    return single_block(self, call, makers, x, c, conditions, attention_mask, image_rotary_emb)
 
 
 REPLACING_BLOCKS = (
     BlockSpec(
         f"{_VIDEO}:HunyuanVideoTokenReplaceTransformerBlock",
-        _replacing_double_block_forward,
+        _double_block_forward,
         OPERATIONS,
         norms=("norm2", "norm2_context"),
-        adaptive_norms=("norm1_context",),
+        adaptive_norms=("norm1", "norm1_context"),
         inner=("attn", "ff.net.0", "ff_context.net.0"),
     ),
     BlockSpec(
         f"{_VIDEO}:HunyuanVideoTokenReplaceSingleTransformerBlock",
-        _replacing_single_block_forward,
+        _single_block_forward,
         OPERATIONS,
+        adaptive_norms=("norm",),
         inner=("attn",),
     ),
 )

@@ -17,19 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .blocks import (
-    FEED_FORWARDS,
-    BlockSpec,
-    ResidualBranch,
-    adaptive_prologue,
-    begin,
-    begin_joint,
-    feed_forwards,
-    finish,
-)
+from .attention import image_weights, single_block_weights, text_weights
+from .blocks import BlockSpec, adaptive_prologue
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .hunyuan_attention import attend_and_feed, attend_to_both, joint_attention
+from .hunyuan_attention import double_block, joint_attention, single_block
 from .hunyuan_token_replace import OPERATIONS, REPLACING_BLOCKS
 from .linears import LINEAR_GELU, feed_forward
 from .norm_modules import OUTPUT_NORM
@@ -38,8 +30,11 @@ from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers.transformer_"
 # The first norms of a double block, of image and text, and that of a single block.
-_DOUBLE = tuple(partial(adaptive_prologue, name=name) for name in ("norm1", "norm1_context"))
-_SINGLE = (partial(adaptive_prologue, name="norm"),)
+_DOUBLE = (
+    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
+    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
+)
+_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
 
 
 def _double_block_forward(
@@ -58,11 +53,8 @@ def _double_block_forward(
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    normalized, rows = zip(*begin(call, self, _DOUBLE, (x, c), (temb,)))
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
-    outs = attend_to_both(self, normalized[0][0], normalized[1][0], attention_mask, rope)
-    branches = feed_forwards(call, self, FEED_FORWARDS, (x, c), outs, rows)
-    return finish(call, self, _DOUBLE, branches, (temb,))  # type: ignore[return-value]
+    return double_block(self, call, _DOUBLE, x, c, (temb,), attention_mask, rope)
 
 
 def _single_block_forward(
@@ -79,16 +71,7 @@ def _single_block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    length = x.shape[1]
-    x, begun = begin_joint(call, self, _SINGLE[0], x, c, (temb,))
-    (normalized,), (_, _, gate) = begun
-    out = attend_and_feed(self, call, normalized, length, attention_mask, image_rotary_emb)
-
-    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
-        return results[0][:, :length], results[0][:, length:]
-
-    arguments = (call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,))
-    return finish(*arguments, as_returned=as_returned)  # type: ignore[return-value]
+    return single_block(self, call, _SINGLE, x, c, (temb,), attention_mask, image_rotary_emb)
 
 
 def _refiner_block_forward(

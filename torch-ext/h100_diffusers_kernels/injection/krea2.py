@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, norm_and_rotate, query_key_value
+from .attention import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    gated_feed_forward_weights,
+    inputs_taken,
+    norm_and_rotate,
+    query_key_value,
+)
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_prologue
 from .embeddings import axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -32,12 +41,16 @@ from .patch import Call, PatchSpec
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
 
+_weights_for = partial(attention_weights, "attn", (*QUERY_KEY_VALUE, "to_gate"))
+_feed_forward_weights = partial(gated_feed_forward_weights, "ff", ("gate", "up"))
 # Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
-_PROLOGUES = (partial(table_prologue, upcasts=True, scale_first=True),)
+_prologue = partial(table_prologue, upcasts=True, scale_first=True)
+_PROLOGUES = (partial(_prologue, weights_for=_weights_for),)
 
 
 def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    return norm_prologue(call, block, "norm1", ahead, tuple, upcasts=True)
+    how: dict[str, Any] = {"upcasts": True, "weights_for": _weights_for}
+    return norm_prologue(call, block, "norm1", ahead, tuple, **how)
 
 
 def _block_forward(
@@ -53,9 +66,10 @@ def _block_forward(
         return call.refuse(x, temb)
     (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
     (normalized,), (_, _, gate, *mlp, gate_mlp) = begun
-    how = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    how: dict[str, Any] = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     out = modules["attn"](normalized, **how)
-    x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, upcasts=True)
+    how = {"upcasts": True, "weights": _feed_forward_weights(self, x)}
+    x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, **how)
     branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
     (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=True)
     return x
@@ -69,7 +83,8 @@ def _text_block_forward(
         return call.refuse(x)
     (((normalized,), _),) = begin(call, self, (_plain_prologue,), (x,), ())
     out = modules["attn"](normalized, attention_mask=attention_mask)
-    x, normalized = residual_norm(call, self, "norm2", x, out, None, upcasts=True)
+    how: dict[str, Any] = {"upcasts": True, "weights": _feed_forward_weights(self, x)}
+    x, normalized = residual_norm(call, self, "norm2", x, out, None, **how)
     branch = ResidualBranch(x, modules["ff"](normalized))
     (x,) = finish(call, self, (_plain_prologue,), (branch,), (), upcasts=True)
     return x
@@ -86,7 +101,7 @@ def _attention_forward(
     x, mask, modules = hidden_states, attention_mask, self._modules
     if kwargs:
         return NotImplemented
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, None)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
@@ -110,7 +125,7 @@ def _attention_forward(
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     return linear(modules["down"], swiglu_of_two(call, x, modules["gate"], modules["up"]))
 

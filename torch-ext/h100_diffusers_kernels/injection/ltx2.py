@@ -24,8 +24,8 @@ from ..conditions import kernels_take
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import LINEAR_GELU, feed_forward
-from .ltx2_attention import ATTENTION, ROPE
+from .linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights
+from .ltx2_attention import ATTENTION, ROPE, cross_weights, query_weights
 from .norms import residual_norm
 from .patch import Call
 
@@ -52,7 +52,11 @@ def _prologue(
     if ahead is not None and table.device != ahead.device:
         return None
     rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
-    return norm_prologue(call, block, f"{stream}norm1", ahead, rows_of)
+
+    def weights_for(block: Any, x: Tensor) -> Any:
+        return query_weights(block, x, f"{stream}attn1", "to_k", "to_v")
+
+    return norm_prologue(call, block, f"{stream}norm1", ahead, rows_of, weights_for=weights_for)
 
 
 _VIDEO, _AUDIO = "", "audio_"
@@ -124,9 +128,14 @@ def _block_forward(
         table = self.audio_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)
         *audio_modulation, audio_next_gate = _rows(call, "audio cross", table, *tembs)
-        x, query, key = residual_norm(call, self, "audio_to_video_norm", x, out, gate, *modulation)
+        names = ("audio_to_video_attn", "video_to_audio_attn")
+        weights = cross_weights(self, x, *names)
+        branch = (x, out, gate, *modulation)
+        x, query, key = residual_norm(call, self, "audio_to_video_norm", *branch, weights=weights)
+        weights = cross_weights(self, audio, *names[::-1])
+        branch = (audio, audio_out, audio_gate, *audio_modulation)
         audio, audio_key, audio_query = residual_norm(
-            call, self, "video_to_audio_norm", audio, audio_out, audio_gate, *audio_modulation
+            call, self, "video_to_audio_norm", *branch, weights=weights
         )
         gate, audio_gate = next_gate, audio_next_gate
         out = modules["audio_to_video_attn"](
@@ -144,14 +153,22 @@ def _block_forward(
             attention_mask=v2a_cross_attention_mask,
         )
 
-    x, n = residual_norm(call, self, "norm3", x, out, gate, rows[4], rows[3])
-    branch = ResidualBranch(x, feed_forward(modules["ff"], n), rows[5])
-    audio, n = residual_norm(
-        call, self, "audio_norm3", audio, audio_out, audio_gate, audio_rows[4], audio_rows[3]
+    branches = (
+        _feed_forward(self, call, _VIDEO, x, out, gate, rows),
+        _feed_forward(self, call, _AUDIO, audio, audio_out, audio_gate, audio_rows),
     )
-    audio_branch = ResidualBranch(audio, feed_forward(modules["audio_ff"], n), audio_rows[5])
-    x, audio = finish(call, self, _PROLOGUES, (branch, audio_branch), conditions)
+    x, audio = finish(call, self, _PROLOGUES, branches, conditions)
     return x, audio
+
+
+def _feed_forward(
+    block: Any, call: Call, stream: str, x: Tensor, out: Tensor, gate: Any, rows: Any
+) -> ResidualBranch:
+    """From the last attention's result ``out`` to the end of the stream."""
+    module = block._modules[f"{stream}ff"]
+    how: dict[str, Any] = {"weights": feed_forward_weights(module, x)}
+    x, n = residual_norm(call, block, f"{stream}norm3", x, out, gate, rows[4], rows[3], **how)
+    return ResidualBranch(x, feed_forward_branch(module, n), rows[5])
 
 
 def _attend_to_text(
@@ -170,7 +187,8 @@ def _attend_to_text(
     its gate."""
     shift, scale, gate = rows[6:9] if is_modulated else (None, None, None)
     modulation = (scale, shift) if is_modulated else ()
-    x, n = residual_norm(call, block, f"{stream}norm2", x, out, rows[2], *modulation)
+    how: dict[str, Any] = {"weights": query_weights(block, x, f"{stream}attn2")}
+    x, n = residual_norm(call, block, f"{stream}norm2", x, out, rows[2], *modulation, **how)
     if block.cross_attn_adaln:
         table = getattr(block, f"{stream}prompt_scale_shift_table").to(c.device)
         if temb_prompt is None:

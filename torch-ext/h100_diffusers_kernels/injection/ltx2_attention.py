@@ -14,15 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ..conditions import kernels_run_on, tracks_derivatives
 from ..functional import CoordinateRope
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    AttentionSpec,
+    attend,
+    attention_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .cache import cached
 from .linears import linear
 from .patch import Call, PatchSpec, is_wrapped
 from .rotary import CoordinateTables
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
+
+
+def query_weights(block: Any, x: Tensor, name: str, *others: str) -> Any:
+    """``attention_weights`` of the layers of ``block.name`` that compute the query, the gate if there is one,
+    and those with the names ``others``."""
+    has_gate = block._modules[name]._modules.get("to_gate_logits") is not None
+    layers = ("to_q", *others, *(("to_gate_logits",) if has_gate else ()))
+    return attention_weights(name, layers, block, x)
+
+
+def cross_weights(block: Any, x: Tensor, query: str, key: str) -> Any:
+    """``attention_weights`` of the attention ``block.query`` for its query, and of ``block.key`` for key and
+    value."""
+    of_query = query_weights(block, x, query)
+    of_key = attention_weights(key, ("to_k", "to_v"), block, x)
+    return {**of_query, **of_key} if of_query and of_key else None
 
 
 def _attention_forward(
@@ -43,7 +67,7 @@ def _attention_forward(
     is_plain = perturbation_mask is all_perturbed is None
     if kwargs or not (is_plain or spec.is_other(self)):
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     if isinstance(all_perturbed, Tensor):
         # Its value on the GPU is not read: the mask selects the values then.

@@ -24,6 +24,9 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
+    gated_feed_forward_weights,
+    image_weights,
+    inputs_taken,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -52,9 +55,10 @@ _NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
 
 def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Any) -> Any:
     """The last rows are the gate of attention, and scale and gate of the feed-forward; or no rows."""
+    how: dict[str, Any] = {"weights_for": image_weights}
     if not block.modulation:
-        return norm_prologue(call, block, "norm1", ahead, tuple)
-    return adaptive_prologue(call, block, ahead, temb, name="norm1", takes_emb=False)
+        return norm_prologue(call, block, "norm1", ahead, tuple, **how)
+    return adaptive_prologue(call, block, ahead, temb, name="norm1", takes_emb=False, **how)
 
 
 _PROLOGUES = (_prologue,)
@@ -81,6 +85,8 @@ def _block_forward(
     )
     modulation = (scale_mlp, None) if rows else ()
     branch: dict[str, Any] = {"x_norm": (self, "norm2"), "tanh_gate": self.modulation}
+    layers = ("linear_1", "linear_3")
+    branch["weights"] = gated_feed_forward_weights("feed_forward", layers, self, x)
     x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
     out = modules["feed_forward"](normalized)
     end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
@@ -99,7 +105,7 @@ def _attention_forward(
     x, context, mask, freqs = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
     if kwargs or context is None or self.scale != (self.inner_dim // self.heads) ** -0.5:
         return NotImplemented
-    if not kernels_take(x, context):
+    if not inputs_taken(x, context):
         return call.refuse(x, context)
     query, key, value = query_key_value(self, x, None if context is x else context)
     rotate = call.stand_in.functions[1].function
@@ -132,7 +138,7 @@ def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     layers = self._modules
     return linear(

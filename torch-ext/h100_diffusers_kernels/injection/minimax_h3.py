@@ -23,6 +23,8 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
+    image_weights,
+    inputs_taken,
     norm_and_rotate,
     norm_and_rotate_part,
     project_out,
@@ -42,7 +44,13 @@ from .checks import KnownClass, is_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .fp8_linears import LINEAR, are_fp8
-from .linears import GATED_ACTIVATIONS, feed_forward, linear, plain_weight
+from .linears import (
+    GATED_ACTIVATIONS,
+    feed_forward_branch,
+    feed_forward_weights,
+    linear,
+    plain_weight,
+)
 from .norms import ChosenRows, chosen_norm_modulate, residual_norm
 from .patch import Call, PatchSpec
 
@@ -71,11 +79,11 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indice
         tables = linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)
 
-    return norm_prologue(call, block, "norm1", ahead, rows_of)
+    return norm_prologue(call, block, "norm1", ahead, rows_of, weights_for=image_weights)
 
 
 def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    return norm_prologue(call, block, "norm1", ahead, tuple)
+    return norm_prologue(call, block, "norm1", ahead, tuple, weights_for=image_weights)
 
 
 _PROLOGUES, _PLAIN_PROLOGUES = (_prologue,), (_plain_prologue,)
@@ -105,8 +113,9 @@ def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if not kernels_take(x):
         return call.refuse(x)
     (((normalized,), _),) = begin(call, self, _PLAIN_PROLOGUES, (x,), ())
-    x, normalized = residual_norm(call, self, "norm2", x, modules["attn"](normalized), None)
-    branch = ResidualBranch(x, feed_forward(modules["ff"], normalized))
+    out, weights = modules["attn"](normalized), feed_forward_weights(modules["ff"], x)
+    x, normalized = residual_norm(call, self, "norm2", x, out, None, weights=weights)
+    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized))
     (x,) = finish(call, self, _PLAIN_PROLOGUES, (branch,), ())
     return x
 
@@ -119,7 +128,7 @@ def _attention_forward(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     x, heads = hidden_states, self.heads
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     if self.fused_projections:
         query, key, value = linear(self._modules["to_qkv"], x).chunk(3, dim=-1)

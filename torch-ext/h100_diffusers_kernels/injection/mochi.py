@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend_jointly, project, project_out
+from .attention import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend_jointly,
+    attention_weights,
+    inputs_taken,
+    project,
+    project_out,
+)
 from .blocks import (
     BlockSpec,
     ResidualBranch,
@@ -36,7 +44,7 @@ from .blocks import (
 )
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import GATED_ACTIVATIONS, feed_forward, linear
+from .linears import GATED_ACTIVATIONS, feed_forward, feed_forward_weights, linear
 from .norm_modules import OUTPUT_NORM
 from .norms import read_norm, residual_norm
 from .patch import Call
@@ -51,10 +59,13 @@ def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> 
 
 
 # Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
-# text.
-_PROLOGUES = tuple(
-    partial(adaptive_prologue, name=name, takes_emb=False, modulation_of=_modulation, upcasts=True)
-    for name in ("norm1", "norm1_context")
+# text. Attention puts the valid text first, which is simpler with a tensor.
+_prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=True)
+_PROLOGUES = (
+    partial(
+        _prologue, name="norm1", weights_for=partial(attention_weights, "attn1", QUERY_KEY_VALUE)
+    ),
+    partial(_prologue, name="norm1_context"),
 )
 
 
@@ -91,9 +102,10 @@ def _end_of_stream(
     """From attention to the end; ``suffix``: of the names of the stream's modules."""
     gate, scale_mlp, gate_mlp = rows[-3:]
     branch: dict[str, Any] = {"x_norm": (block, f"norm2{suffix}"), "tanh_gate": True}
-    how = (x, attention_out, gate, scale_mlp, None)
-    x, n = residual_norm(call, block, f"norm3{suffix}", *how, upcasts=True, **branch)
-    out = feed_forward(block._modules[f"ff{suffix}"], n)
+    module, how = block._modules[f"ff{suffix}"], (x, attention_out, gate, scale_mlp, None)
+    branch.update(upcasts=True, weights=feed_forward_weights(module, x))
+    x, n = residual_norm(call, block, f"norm3{suffix}", *how, **branch)
+    out = feed_forward(module, n)
     return ResidualBranch(x, out, gate_mlp, (block, f"norm4{suffix}"), True)
 
 
@@ -149,7 +161,7 @@ def _attention_forward(
     )
     if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     make = partial(_valid_first, length=x.shape[1])
     valid = call.shared(f"valid text {x.shape[1]}", mask, make)

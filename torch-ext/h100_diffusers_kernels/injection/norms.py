@@ -198,7 +198,7 @@ def norm_modulate(
 ) -> tuple[Any, ...]:
     """``norm(x) * (1 + scale) + shift`` for each scale and shift in the modulation, or just the norm if it is
     empty. If the norm is None, the module ``owner.name`` computes it. ``weights``: the FP8 weights of the
-    layers that take the result, if it may be ``QuantizedRows``."""
+    layers that take the results, if these may be ``QuantizedRows``."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     tables, index = _tables(modulation)
@@ -209,10 +209,12 @@ def norm_modulate(
             results.append(modulated(n, scale, shift))
         return tuple([result.to(x.dtype) for result in results] if upcasts else results)
     kind, affine, eps = norm
-    if weights and len(modulation) <= 2 and not is_differentiated(x, *affine, *_operands(tables)):
-        operation = _FP8_OPERATIONS[kind, len(modulation)]
-        values, scale = operation(x, *tables, *affine, eps, **index)
-        return (QuantizedRows(values, scale, x.dtype, weights),)
+    if weights and not is_differentiated(x, *affine, *_operands(tables)):
+        operation, results = _FP8_OPERATIONS[kind, 2 if modulation else 0], []
+        for pair in zip(tables[::2], tables[1::2]) if modulation else [()]:
+            values, scale = operation(x, *pair, *affine, eps, **index)
+            results.append(QuantizedRows(values, scale, x.dtype, weights))
+        return tuple(results)
     operation = NORM_OPERATIONS.get((kind, len(modulation)))
     if operation is None:  # of several modulations
         pairs = zip(tables[::2], tables[1::2])
@@ -268,7 +270,8 @@ def residual_norm(
         (gate_table, *tables), index = _tables((gate, *modulation))
         operands = tables or (None, None)
         # One pass for all modulations, or for the first.
-        count = len(operands) if (kind, len(operands)) in _RESIDUAL_OPERATIONS else 2
+        is_joint = not weights and (kind, len(operands)) in _RESIDUAL_OPERATIONS
+        count = len(operands) if is_joint else 2
         modulators = _operands((gate_table, *tables))
         if (
             same_dtype_and_unit_stride(residual, x)
@@ -278,17 +281,17 @@ def residual_norm(
         ):
             operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
             how = {**parts, **index}
-            if (
-                weights
-                and len(operands) == 2
-                and not is_differentiated(residual, x, *affine, *modulators, *parts.values())
+            if weights and not is_differentiated(
+                residual, x, *affine, *modulators, *parts.values()
             ):
                 operation = _FP8_RESIDUAL_OPERATIONS[kind]
                 h, values, scale = operation(residual, x, gate_table, *first, *affine, eps, **how)
-                return h, QuantizedRows(values, scale, h.dtype, weights)
-            h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
+                results: list[Any] = [QuantizedRows(values, scale, h.dtype, weights)]
+            else:
+                h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
             if count < len(operands):
-                results += norm_modulate(norm, owner, name, h, modulation[count:], upcasts)
+                others = modulation[count:]
+                results += norm_modulate(norm, owner, name, h, others, upcasts, weights)
             return (h, *results)
     h = _residual(residual, x, gate, upcasts, parts)
     return (h, *norm_modulate(norm, owner, name, h, modulation, upcasts, weights))

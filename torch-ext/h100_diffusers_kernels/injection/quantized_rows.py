@@ -35,6 +35,10 @@ class QuantizedRows:
         self.dtype = dtype
         self.weights = weights
 
+    def __getitem__(self, index: Any) -> QuantizedRows:
+        """Some of the rows."""
+        return QuantizedRows(self.values[index], self.scale[index], self.dtype, self.weights)
+
     @property
     def shape(self) -> torch.Size:
         return self.values.shape

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
-    QUERY_KEY_VALUE,
-    TEXT_QUERY_KEY_VALUE,
     AttentionSpec,
     attend_jointly,
-    attention_weights,
+    image_weights,
     inputs_taken,
     project,
     project_out,
     project_text_out,
+    text_weights,
 )
 from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
 from .embeddings import TIMESTEPS
@@ -54,8 +53,7 @@ def _image_prologue(
         chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
         return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
-    weights_for = partial(attention_weights, "attn", QUERY_KEY_VALUE)
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=weights_for)
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
 
 
 def _rows(modulation: Tensor, index: Tensor) -> Tensor:
@@ -79,8 +77,7 @@ def _text_prologue(
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    weights_for = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
-    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows, weights_for=weights_for)
+    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows, weights_for=text_weights)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)

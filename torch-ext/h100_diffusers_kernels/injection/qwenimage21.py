@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from .attention import (
+    AttentionSpec,
+    attend,
+    gated_feed_forward_weights,
+    image_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two, why_not_silu
@@ -59,7 +68,7 @@ def _prologue(
         tables = call.shared("tables", modulation, _tables)
         return (None, *[_by_token(call, table, mask) for table in tables])
 
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of)
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
 
 
 _PROLOGUES = (_prologue,)
@@ -95,7 +104,9 @@ def _block_forward(
         segments=segments,
         key_valid=key_valid,
     )
-    x, normalized = residual_norm(call, self, "img_norm2", x, out, gate, scale_mlp, None)
+    weights = gated_feed_forward_weights("img_mlp", ("gate_layer", "proj"), self, x)
+    how = (x, out, gate, scale_mlp, None)
+    x, normalized = residual_norm(call, self, "img_norm2", *how, weights=weights)
     branch = ResidualBranch(x, modules["img_mlp"](normalized), gate_mlp)
     hands_over = x.dtype != torch.float16
     (x,) = finish(call, self, _PROLOGUES, (branch,), conditions, hands_over=hands_over)
@@ -115,7 +126,7 @@ def _attention_forward(
     key_valid: Tensor | None = None,
 ) -> Tensor:
     x = hidden_states
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, None)
     head_dim = self.inner_dim // self.heads
@@ -176,7 +187,7 @@ def _attend_in_text(
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     gated = swiglu_of_two(call, x, modules["gate_layer"], modules["proj"])
     return linear(modules["out"], gated)

@@ -17,7 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, attend_jointly, attend_to_all, project, project_out
+from .attention import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend_jointly,
+    attend_to_all,
+    attention_weights,
+    image_weights,
+    inputs_taken,
+    project,
+    project_out,
+    text_weights,
+)
 from .blocks import FEED_FORWARDS, BlockSpec, adaptive_prologue, begin, feed_forwards, finish
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
@@ -32,22 +43,30 @@ _BLOCKS = "diffusers.models.attention"
 _ATTENTIONS = "diffusers.models.attention_processor"
 
 
+def _image_weights(block: Any, x: Tensor) -> Any:
+    """Of both attentions, if there are two."""
+    weights = image_weights(block, x)
+    if weights is None or not block.use_dual_attention:
+        return weights
+    others = attention_weights("attn2", QUERY_KEY_VALUE, block, x)
+    return None if others is None else {**weights, **others}
+
+
 def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
     """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
     if ahead is not None and block._chunk_size is not None:
         return None
-    return adaptive_prologue(call, block, ahead, temb, name="norm1")
+    return adaptive_prologue(call, block, ahead, temb, name="norm1", weights_for=_image_weights)
 
 
 def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
     """The same rows; only scale and shift in the last block."""
-    takes_emb = not block.context_pre_only
-    name = "norm1_context"
-    return adaptive_prologue(call, block, ahead, temb, name=name, takes_emb=takes_emb)
+    how: dict[str, Any] = {"takes_emb": not block.context_pre_only, "weights_for": text_weights}
+    return adaptive_prologue(call, block, ahead, temb, name="norm1_context", **how)
 
 
 _PROLOGUES = (_image_prologue, _text_prologue)
-_SINGLE = (partial(adaptive_prologue, name="norm1"),)
+_SINGLE = (partial(adaptive_prologue, name="norm1", weights_for=image_weights),)
 
 
 def _block_forward(
@@ -105,7 +124,7 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not kernels_take(x, c):
+    if not inputs_taken(x, c):
         return call.refuse(x, c)
     # Its processor ignores the mask.
     streams = project(call, self, x, c, None, None)

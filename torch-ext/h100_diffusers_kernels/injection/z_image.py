@@ -21,8 +21,12 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
+    QUERY_KEY_VALUE,
     AttentionSpec,
     attend,
+    attention_weights,
+    gated_feed_forward_weights,
+    inputs_taken,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -47,6 +51,9 @@ _MODEL = "diffusers.models.transformers.transformer_z_image"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
 
 
+_weights_for = partial(attention_weights, "attention", QUERY_KEY_VALUE)
+
+
 def _prologue(
     call: Call,
     block: Any,
@@ -57,8 +64,9 @@ def _prologue(
     of_clean: Any = None,
 ) -> Any:
     """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
+    how: dict[str, Any] = {"weights_for": _weights_for}
     if not block.modulation:
-        return norm_prologue(call, block, "attention_norm1", ahead, tuple)
+        return norm_prologue(call, block, "attention_norm1", ahead, tuple, **how)
     layer = block._modules["adaLN_modulation"]
     if ahead is not None and not may_run_ahead(layer, ahead):
         return None
@@ -71,7 +79,7 @@ def _prologue(
             rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
         return (None, *rows.chunk(4, dim=2))
 
-    return norm_prologue(call, block, "attention_norm1", ahead, rows_of)
+    return norm_prologue(call, block, "attention_norm1", ahead, rows_of, **how)
 
 
 _PROLOGUES = (_prologue,)
@@ -87,6 +95,7 @@ def _run(
     out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
     modulation = (scale_mlp, None) if rows else ()
     branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
+    branch["weights"] = gated_feed_forward_weights("feed_forward", ("w1", "w3"), self, x)
     x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
     out = modules["feed_forward"](normalized)
     end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
@@ -140,7 +149,7 @@ def _attention_forward(
     x, mask = hidden_states, attention_mask
     if kwargs or encoder_hidden_states is not None:
         return NotImplemented
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, None)
     tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
@@ -166,7 +175,7 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not kernels_take(x):
+    if not inputs_taken(x):
         return call.refuse(x)
     modules = self._modules
     return linear(modules["w2"], swiglu_of_two(call, x, modules["w1"], modules["w3"]))
