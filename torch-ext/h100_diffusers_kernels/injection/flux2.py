@@ -41,11 +41,19 @@ from .blocks import (
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import FLUX2_SWIGLU, SILU, linear, linear_per_sample, swiglu_spec
+from .linears import (
+    FLUX2_SWIGLU,
+    SILU,
+    fp8_columns,
+    linear,
+    linear_of_concat,
+    linear_per_sample,
+    swiglu_spec,
+)
 from .norm_modules import OUTPUT_NORM
 from .norms import clip_to_float16
 from .patch import Call
-from .quantized_rows import QuantizedRows
+from .quantized_rows import FP8_BLOCK, QuantizedRows
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
@@ -151,7 +159,9 @@ def _parallel_attention_forward(
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", heads)
     query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
-    activation = self._modules["mlp_act_fn"]
+    operands = query, key, value, attention_mask
+    activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
+    is_branch = type(hidden_states) is QuantizedRows
     if (
         may_write()
         and is_plain(activation, FLUX2_SWIGLU)
@@ -161,18 +171,23 @@ def _parallel_attention_forward(
         and not is_differentiated(mlp, query)
     ):
         # Both results are written into one buffer.
+        columns = fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
+        if columns is not None:
+            out = attend(call, self, *operands, heads=heads, place=columns.first())
+            functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
+            product = linear_of_concat(call, to_out, out, columns)
+            return product if is_branch or type(product) is Tensor else product.result()
         size = query.shape[2]
         both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
         place = both[..., :size]
-        out = attend(call, self, query, key, value, attention_mask, heads=heads, out=place)
+        out = attend(call, self, *operands, heads=heads, out=place)
         if out is not place:
             place.copy_(out)
         functional.swiglu(mlp, activated="first", out=both[..., size:])
     else:
-        out = attend(call, self, query, key, value, attention_mask, heads=heads)
+        out = attend(call, self, *operands, heads=heads)
         both = torch.cat([out, activation(mlp)], dim=-1)
-    is_branch = type(hidden_states) is QuantizedRows
-    return linear_per_sample(self._modules["to_out"], both, is_branch)
+    return linear_per_sample(to_out, both, is_branch)
 
 
 _SPECS = (

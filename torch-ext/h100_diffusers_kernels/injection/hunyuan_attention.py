@@ -28,6 +28,7 @@ from .attention import (
     key_lengths_of,
     project,
     project_out,
+    project_text_out,
 )
 from .blocks import (
     FEED_FORWARDS,
@@ -38,8 +39,9 @@ from .blocks import (
     feed_forwards,
     finish,
 )
-from .linears import linear_and_gelu, linear_of_concat, linear_per_sample
+from .linears import linear_and_gelu, linear_of_concat
 from .patch import Call
+from .quantized_rows import QuantizedRows
 
 
 def _attend(block: Any, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,8 @@ def _attention_forward(
     if not inputs_taken(x, c):
         return call.refuse(x, c)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    length, mask, options = x.shape[1], attention_mask, {}
+    length, mask = x.shape[1], attention_mask
+    options: dict[str, Any] = {}
     if mask is not None:
         if masks_text:
             mask = call.shared(f"mask {length}", mask, partial(_mask_of_all, count=length))
@@ -117,12 +120,15 @@ def _attention_forward(
             options = key_lengths_of(call, mask, x.shape[0], length + c.shape[1])
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
+        options["is_projected"] = True
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
-        return project_out(self, out), linear_per_sample(modules["to_add_out"], c_out)
+        return project_out(self, out, x), project_text_out(self, c_out, c)
     if rope is not None:
         extend = partial(_extended, count=c.shape[1])
         rope = call.shared(f"tables {c.shape[1]}", rope, extend)
     streams = project(call, self, concat_streams(call, x, c), None, rope, None)
+    if type(x) is QuantizedRows:
+        options["place"] = x.place
     out = attend_to_all(call, self, streams, rotate, mask, **options)
     return project_out(self, out[:, :length]), out[:, length:]
 

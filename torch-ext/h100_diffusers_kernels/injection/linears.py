@@ -158,11 +158,33 @@ class Fp8Columns(NamedTuple):
     def last(self) -> tuple[Tensor, Tensor]:
         return self.values[..., self.width :], self.scale[..., self.width // FP8_BLOCK :]
 
+    def product(self) -> Fp8Product:
+        """The layer's result, of all columns."""
+        return Fp8Product(QuantizedRows(self.values, self.scale, self.dtype, {}), self.weight)
 
-def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
+
+def fp8_columns(layer: Any, x: Any, count: int) -> Fp8Columns | None:
+    """Columns for an input of the layer with x's rows. The last ``count`` are to be written now. None
+    if it is no plain FP8 layer or the others are no whole blocks."""
+    weight = fp8_weight(layer)
+    if weight is None or not may_write() or not are_plain_linears(layer):
+        return None
+    features = weight.values.shape[1]
+    width = features - count
+    if width <= 0 or width % FP8_BLOCK or not fp8_fits(layer, weight, x, features):
+        return None
+    values = weight.values.new_empty((*x.shape[:-1], features))
+    scale = weight.scale.new_empty((*x.shape[:-1], -(-features // FP8_BLOCK)))
+    return Fp8Columns(values, scale, width, weight, x.dtype)
+
+
+def linear_of_concat(call: Call, layer: Any, first: Any, second: Any) -> Any:
     """``layer(torch.cat([first, second], dim=-1))``, without the concat if it is plain. ``second`` may be
-    ``Fp8Columns`` of this layer; then the result may be an ``Fp8Product``."""
+    ``Fp8Columns`` of this layer, and ``first`` may have been written to them; then the result may be an
+    ``Fp8Product``."""
     if type(second) is Fp8Columns:
+        if type(first) is QuantizedRows:
+            return second.product()
         values, scale = second.first()
         if (
             kernels_take(first)
@@ -171,8 +193,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             and not is_differentiated(first)
         ):
             functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
-            rows = QuantizedRows(second.values, second.scale, second.dtype, {})
-            return Fp8Product(rows, second.weight)
+            return second.product()
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
     plain = plain_weight(layer)
     if (
@@ -217,13 +238,16 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     return functional.swiglu(both, activated="first")
 
 
-def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
-    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it.
+def linear_per_sample(layer: Any, x: Any, is_branch: bool = False) -> Any:
+    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it. x may
+    be quantized for this layer.
 
     ``is_branch``: whether the result is for a residual sum and may be an ``Fp8Product``.
     """
-    if is_branch or not x.is_contiguous():
-        weights = fp8_weights_for(x, layer)
+    is_quantized = type(x) is QuantizedRows
+    if is_quantized or is_branch or not x.is_contiguous():
+        x = x.contiguous() if is_quantized else x
+        weights = x.weights if is_quantized else fp8_weights_for(x, layer)
         if weights is not None:
             product = Fp8Product(quantized_rows(x), weights[layer])
             return product if is_branch else product.result()
@@ -367,7 +391,7 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
     """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized.
 
     The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
-    part.
+    part. Then an attention that takes x may write its result to the first columns.
     """
     if is_plain(activation, GELU):
         columns = _gelu_columns(layer, activation.approximate, x, into)
@@ -378,21 +402,16 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
 
 
 def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns | None:
-    weight = fp8_weight(into)
-    if weight is None or not may_write():
+    if fp8_weight(into) is None:
         return None
     weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
-    if not weights or layer not in weights or not are_plain_linears(layer, into):
+    if not weights or layer not in weights:
         return None
-    features = weight.values.shape[1]
-    width = features - weights[layer].values.shape[0]
-    if width <= 0 or width % FP8_BLOCK or not fp8_fits(into, weight, x, features):
-        return None
-    rows = quantized_rows(x)
-    values = rows.values.new_empty((*rows.shape[:-1], features))
-    scale = rows.scale.new_empty((*rows.shape[:-1], -(-features // FP8_BLOCK)))
-    columns = Fp8Columns(values, scale, width, weight, rows.dtype)
-    fp8_gelu_product(rows, weights[layer], approximate, columns.last())
+    columns = fp8_columns(into, x, weights[layer].values.shape[0])
+    if columns is not None:
+        fp8_gelu_product(quantized_rows(x), weights[layer], approximate, columns.last())
+        if type(x) is QuantizedRows:
+            x.place = columns.first()
     return columns
 
 
