@@ -1,12 +1,11 @@
-"""FP8: matrix products beside torch._scaled_mm, fused ones and attention beside several launches, row
-operations with a quantized result beside a copy.
+"""FP8: matrix products beside torch._scaled_mm, fused ones beside several launches, row operations with a
+quantized result beside a copy.
 
 Products are those of LTX-Video, FLUX.1 and Wan 14B, with a bias and a bfloat16 result. x is as after a norm:
 standard deviation 1, except for one channel of 128 with 20 to 100. Their peers are bfloat16's product and
 torch._scaled_mm per row, with fast and with exact accumulation. Fused products have two peers: the same
-operations in several launches, and the product alone. So has attention with a quantized result, of inputs
-as in a trained model: attention and quantize_fp8, and attention alone. Row operations have two: the
-operation without a quantized result, followed by quantize_fp8, and a device copy of the same bytes.
+operations in several launches, and the product alone. Row operations have two: the operation without a
+quantized result, followed by quantize_fp8, and a device copy of the same bytes.
 
 All take turns, with a cold L2 cache; products also back to back, where power limits a GPU. Errors are
 relative L2 distances from float64, of the first 256 rows. Writes to benchmarks/results/fp8:
@@ -18,7 +17,6 @@ relative L2 distances from float64, of the first 256 rows. Writes to benchmarks/
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
@@ -32,9 +30,6 @@ from distance import finite_distance
 from options import DEVICE
 from tabulate import tabulate
 from torch import Tensor
-
-sys.path.insert(0, str(models.CHECKOUT / "reference"))
-import attention_inputs
 
 # Rows, features of the result, features of x.
 PRODUCTS = (
@@ -53,9 +48,6 @@ FUSED = (
     ),
 )
 TINY_FUSED = tuple((name, size) for name in dict(FUSED) for size in TINY_PRODUCTS)
-# Batch, tokens, heads of 128 elements: FLUX.1 and Wan 14B.
-ATTENTIONS = ((1, 4608, 24), (1, 32760, 40))
-TINY_ATTENTIONS = ((1, 33, 2),)
 # Operation and shape of its first tensor.
 ROWS = (
     *(("quantize_fp8", shape) for shape in ((2, 8064, 2048), (4608, 3072), (32760, 5120))),
@@ -73,7 +65,6 @@ TINY_ROWS = tuple((name, (2, 5, 64)) for name, _ in ROWS)
 CHANNELS_PER_OUTLIER, OUTLIERS = 128, (20.0, 100.0)
 SUSTAINED_MS, SUSTAINED_ROUNDS, WARM_UP_ROUNDS = 100.0, 3, 2
 ERROR_ROWS = 256
-HEAD_DIM = 128
 
 
 def activations(device: torch.device, *shape: int) -> Tensor:
@@ -141,23 +132,6 @@ def fused_modes(
         "ours": lambda: kernel.linears_fp8(*x, weights, scales, biases),
         "launches": lambda: [kernel.linear_fp8(*x, *each) for each in three],
         "product": lambda: kernel.linear_fp8(*x, *one),
-    }
-
-
-def attention_modes(
-    kernel: ModuleType, size: tuple[int, int, int], device: torch.device
-) -> dict[str, Callable[[], object]]:
-    batch, tokens, heads = size
-    inputs = attention_inputs.trained((batch, tokens, tokens, heads, HEAD_DIM), device)
-    q, k, v = (tensor.flatten(2) for tensor in inputs)
-
-    def launches() -> object:
-        return kernel.quantize_fp8(kernel.attention(q, k, v, heads=heads), block_size=128)
-
-    return {
-        "ours": lambda: kernel.attention_fp8(q, k, v, heads=heads),
-        "launches": launches,
-        "attention": lambda: kernel.attention(q, k, v, heads=heads),
     }
 
 
@@ -254,21 +228,6 @@ def measure_fused(
     }
 
 
-def measure_attention(
-    kernel: ModuleType, size: tuple[int, int, int], rounds: int, device: torch.device
-) -> dict[str, object]:
-    batch, tokens, heads = size
-    modes = attention_modes(kernel, size, device)
-    cold = medians(modes, rounds, device)
-    return {
-        "operation": "attention_fp8",
-        "shape": [batch, tokens, heads, HEAD_DIM],
-        "operations": 4 * batch * heads * tokens**2 * HEAD_DIM,
-        "microseconds": cold,
-        "sustained_microseconds": sustained(modes, cold, device),
-    }
-
-
 def measure_rows(
     kernel: ModuleType, name: str, shape: tuple[int, ...], rounds: int, device: torch.device
 ) -> dict[str, object]:
@@ -291,19 +250,17 @@ def show(result: Mapping) -> None:
     headers = ["", *headers, *(f"sustained {name}" for name in headers)]
     headers += ["error", "exact's", "fast's"]
     click.echo(tabulate(rows, headers, floatfmt=[*["", *[".3f"] * 10], *[".2e"] * 3]))
-    for kind, alone in (("fused", "product"), ("attention", "attention")):
-        rows = []
-        for entry in result["fp8"][kind]:
-            size = entry["size"] if "size" in entry else entry["shape"]
-            row = [f"{entry['operation']} {'x'.join(map(str, size))}"]
-            for times in (entry["microseconds"], entry["sustained_microseconds"]):
-                ours = times["ours"]["median"]
-                row += [ours, entry["operations"] / ours / 1e6]
-                row += [times[mode]["median"] / ours for mode in ("launches", alone)]
-            rows.append(row)
-        headers = ["us", "TFLOP/s", "x launches", f"x {alone}"]
-        headers = ["", *headers, *(f"sustained {name}" for name in headers)]
-        click.echo(tabulate(rows, headers, floatfmt=".3f"))
+    rows = []
+    for entry in result["fp8"]["fused"]:
+        row = [f"{entry['operation']} {'x'.join(map(str, entry['size']))}"]
+        for times in (entry["microseconds"], entry["sustained_microseconds"]):
+            ours = times["ours"]["median"]
+            row += [ours, entry["operations"] / ours / 1e6]
+            row += [times[mode]["median"] / ours for mode in ("launches", "product")]
+        rows.append(row)
+    headers = ["us", "TFLOP/s", "x launches", "x product"]
+    headers = ["", *headers, *(f"sustained {name}" for name in headers)]
+    click.echo(tabulate(rows, headers, floatfmt=".3f"))
     rows = []
     for entry in result["fp8"]["rows"]:
         times = {mode: each["median"] for mode, each in entry["microseconds"].items()}
@@ -336,10 +293,6 @@ def main(device, tiny, rounds, output) -> None:
             "fused": [
                 measure_fused(kernel, name, size, rounds, device)
                 for name, size in (TINY_FUSED if tiny else FUSED)
-            ],
-            "attention": [
-                measure_attention(kernel, size, rounds, device)
-                for size in (TINY_ATTENTIONS if tiny else ATTENTIONS)
             ],
             "rows": [
                 measure_rows(kernel, name, shape, rounds, device)

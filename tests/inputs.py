@@ -342,7 +342,7 @@ WITH_FP8_RESULT = [
 ]
 WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
 FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8")
-FP8_OPERATIONS = ("quantize_fp8", "attention_fp8", *FP8_PRODUCTS, *WITH_FP8_RESULT)
+FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, *WITH_FP8_RESULT)
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -366,7 +366,7 @@ INDEXED = "_indexed"
 BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
 TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
-HEADS_GIVEN, FP8_HEADS_GIVEN = "attention_heads_given", "attention_fp8_heads_given"
+HEADS_GIVEN = "attention_heads_given"
 # With LayerNorm of each head.
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
@@ -375,14 +375,12 @@ FP8_CALLS = [
     *FP8_OPERATIONS,
     *(name + IN_BLOCKS for name in ("quantize_fp8", "swiglu_fp8", *FP8_PRODUCTS)),
 ]
-FP8_CALLS.append(FP8_HEADS_GIVEN)
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
     name + how
     for name in ("quantize_fp8", "swiglu_fp8", "linear_gelu_fp8")
     for how in ("", IN_BLOCKS)
 ]
-FP8_WITH_OUT += ["attention_fp8", FP8_HEADS_GIVEN]
 CALLS = [
     *OPERATIONS,
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
@@ -493,12 +491,11 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
         arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
         return kernel.group_norm, arguments
-    if operation_of(name) in ("attention", "attention_fp8"):
-        head_dim = 64 if operation_of(name) == "attention" else 128
-        count = max(hidden // head_dim, 1)
+    if name in ("attention", HEADS_GIVEN):
+        head_dim, count = 64, max(hidden // 64, 1)
         size = (batch, seq, count * head_dim)
         arguments = {key: tensor(*size, layout=layout) for key in ("q", "k", "v")}
-        if name in (HEADS_GIVEN, FP8_HEADS_GIVEN):
+        if name == HEADS_GIVEN:
             arguments["heads"] = count
         else:
             arguments = {key: t.unflatten(2, (-1, head_dim)) for key, t in arguments.items()}
@@ -508,7 +505,7 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["key_lengths"] = lengths
         arguments["gate"] = tensor(batch, seq, count, mean=0.5)
         arguments["addend"] = torch.empty_like(arguments["q"]).copy_(tensor(*arguments["q"].shape))
-        return getattr(kernel, operation_of(name)), arguments
+        return kernel.attention, arguments
     if name == "rope":
         arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}
         tables = rotary_tables(seq, hidden // heads, dtype=torch.float32, device=device)
@@ -669,7 +666,7 @@ def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=
     if in_place:
         return function, {**arguments, "inplace": True}
     out = out_for(function, arguments, out_layout)
-    if operation_of(name) == "qk_norm_rope" and values:
+    if "q" in arguments and isinstance(out, tuple) and values:
         arguments["v"] = torch.randn_like(arguments["k"])
         out = (*out, LAYOUTS[out_layout](torch.full_like(arguments["k"], math.nan)))
     return function, {**arguments, "out": out}

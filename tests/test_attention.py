@@ -86,10 +86,12 @@ def float16_slack(q, k, v, options):
     return 2**-12.5 * of_keys.repeat_interleave(q.shape[2] // k.shape[2], 2)
 
 
-def attention_slack(q, k, v, **options):
-    """The error of each element before its rounding, from the size of what is averaged in it.
+def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
+    """Holds every element to the size of what is averaged in it.
 
     A probability has an error of half an ulp of 16 bits, and of what float32 leaves of its score.
+
+    `written` is the call's `out`.
     """
     finfo = torch.finfo(q.dtype)
     heads, gate = options.get("heads"), options.get("gate")
@@ -102,12 +104,7 @@ def attention_slack(q, k, v, **options):
     of_float16 = float16_slack(*by_head, options)
     if gate is not None:
         of_float16 = of_float16 * gate.abs()[..., None]
-    return slack + of_float16 if heads is None else slack + of_float16.flatten(2)
-
-
-def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
-    """`written` is the call's `out`."""
-    slack = attention_slack(q, k, v, **options)
+    slack = slack + of_float16 if heads is None else slack + of_float16.flatten(2)
     return check(
         kernel, "attention", q, k, v, out=written, slack=slack, contract=contract, **options
     )

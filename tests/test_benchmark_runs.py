@@ -101,9 +101,6 @@ def test_fp8(result_of, device):
         assert all(5e-4 < error < 3e-3 for error in entry["errors"].values())
     fused = [(entry["operation"], tuple(entry["size"])) for entry in result["fp8"]["fused"]]
     assert fused == list(bench_fp8.TINY_FUSED)
-    (attention,) = result["fp8"]["attention"]
-    assert attention["shape"] == [1, 33, 2, 128] and attention["operations"] == 4 * 2 * 33**2 * 128
-    assert attention["microseconds"].keys() == {"ours", "launches", "attention"}
     assert [entry["operation"] for entry in rows] == [name for name, _ in bench_fp8.ROWS]
     x = 2 * 5 * 64
     moved = {entry["operation"]: entry["bytes"] for entry in rows}

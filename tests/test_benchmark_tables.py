@@ -258,14 +258,6 @@ def test_fp8(tmp_path):
     assert rows_of(tmp_path, "fp8_fused") == [
         ["`linear_gelu_fp8`", "1×2×3", "110 µs", "0.80 / 0.80", "1.10 / 1.10"]
     ]
-    assert "Not measured yet" in rendered(tmp_path, "fp8_attention")
-    us = of_modes(ours=102.0, launches=120.0, attention=100.0)
-    attention = {"operation": "attention_fp8", "shape": [1, 4608, 24, 128], "microseconds": us}
-    result["fp8"]["attention"] = [{**attention, "sustained_microseconds": us}]
-    store(tmp_path, "fp8", result)
-    assert rows_of(tmp_path, "fp8_attention") == [
-        ["1×4608×24×128", "102 µs", "0.850 / 0.850", "1.020 / 1.020"]
-    ]
     products, errors, norms = targets.fp8(result)
     assert products.of == "1 of 2; the least: linear_fp8 2×2×3"
     assert products.verdict == "missed by 10.0%"

@@ -231,7 +231,7 @@ def of_fp8(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         name = f"linear_fp8 {'x'.join(map(str, entry['size']))}"
         for kind in ("microseconds", "sustained_microseconds"):
             yield from over_each(f"{name}{', sustained' * (kind != 'microseconds')}", entry[kind])
-    for entry in (*result["fp8"].get("attention", ()), *result["fp8"]["rows"]):
+    for entry in result["fp8"]["rows"]:
         name = f"{entry['operation']} {'x'.join(map(str, entry['shape']))}"
         yield from over_each(name, entry["microseconds"])
 

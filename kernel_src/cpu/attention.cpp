@@ -121,12 +121,7 @@ struct QueryBlock {
       const float factor = s.total[query] == 0 ? 0 : 1 / s.total[query];
       for (int64_t d = 0; d < p.head_dim; ++d) values[d] = s.out[d][query] * factor;
       finish(first + query, values);
-      const int64_t out = p.out.offset(batch, first + query, head);
-      if (is_quantized(p))
-        static_cast<float*>(p.out_scale.data)[p.out_scale.offset(batch, first + query, head)] =
-            store_fp8(values, p.head_dim, static_cast<uint8_t*>(p.out.data) + out);
-      else
-        store(p.dtype, p.out.data, out, p.head_dim, values);
+      store(p.dtype, p.out.data, p.out.offset(batch, first + query, head), p.head_dim, values);
     }
   }
 

@@ -69,8 +69,8 @@ int64_t half_value_bytes(const AttentionParams& args) {
   return has_half_values(args) ? Workspace(args).bytes() : 0;
 }
 
-int64_t output_bytes(const AttentionParams& args) {
-  return args.batch * args.query_length * args.heads * args.head_dim * out_of(args).element_bytes;
+int64_t element_count(const AttentionParams& args) {
+  return args.batch * args.query_length * args.heads * args.head_dim;
 }
 
 template <typename T, int kHeadDim, KeyBias kBias>
@@ -83,9 +83,10 @@ void launch_resident(AttentionKernelParams& params, int multiprocessors, Stream 
     launch_resident_attention<Tile, 2, kBias>(kOperation, params, multiprocessors, stream);
 }
 
-template <class Tile>
+template <typename T, int kHeadDim>
 void launch_stream(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  if constexpr (std::is_same_v<typename Tile::T, __nv_bfloat16>) {
+  using Tile = AttentionTile<T, kHeadDim>;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (has_half_values(params.args))
       return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
           kOperation, params, multiprocessors, stream);
@@ -104,19 +105,14 @@ bool is_resident(const AttentionParams& args) {
   return is_mappable(args) && has_few_keys(args) && args.gate.data == nullptr && args.addend.data == nullptr;
 }
 
-template <class Tile>
-void launch_any_stream(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  if (is_mappable(params.args))
-    launch_stream<Tile>(params, multiprocessors, stream);
-  else
-    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ScalarLoader<Tile>>(
-        kOperation, params, multiprocessors, stream);
-}
-
 template <typename T, int kHeadDim>
 void launch_any(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  if (!is_resident(params.args))
-    launch_any_stream<AttentionTile<T, kHeadDim>>(params, multiprocessors, stream);
+  using Tile = AttentionTile<T, kHeadDim>;
+  if (!is_mappable(params.args))
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ScalarLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+  else if (!is_resident(params.args))
+    launch_stream<T, kHeadDim>(params, multiprocessors, stream);
   else if (params.args.key_bias != nullptr)
     launch_resident<T, kHeadDim, KeyBias::kAdded>(params, multiprocessors, stream);
   else
@@ -130,18 +126,14 @@ void launch(AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   const int multiprocessors = multiprocessor_count(kOperation, stream.device);
   const bool has_own_tile = is_mappable(args) && !is_resident(args);
-  if (is_quantized(args))
-    // A flag at run time would change the register allocation of the loop over the keys.
-    launch_any_stream<AttentionTile<T, kFp8BlockSize, RowSums::kAdded, true>>(params, multiprocessors,
-                                                                              stream);
-  else if (args.head_dim <= 64)
+  if (args.head_dim <= 64)
     launch_any<T, 64>(params, multiprocessors, stream);
   else if (has_own_tile && args.head_dim <= 80)
-    launch_stream<AttentionTile<T, 80>>(params, multiprocessors, stream);
+    launch_stream<T, 80>(params, multiprocessors, stream);
   else if (has_own_tile && args.head_dim <= 96)
-    launch_stream<AttentionTile<T, 96>>(params, multiprocessors, stream);
+    launch_stream<T, 96>(params, multiprocessors, stream);
   else if (has_own_tile && args.head_dim <= 112)
-    launch_stream<AttentionTile<T, 112>>(params, multiprocessors, stream);
+    launch_stream<T, 112>(params, multiprocessors, stream);
   else
     launch_any<T, 128>(params, multiprocessors, stream);
 }
@@ -149,23 +141,27 @@ void launch(AttentionKernelParams& params, Stream stream) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return half_value_bytes(args) + (is_mappable(out_of(args)) ? 0 : output_bytes(args));
+  const int64_t out_bytes = is_mappable(out_of(args)) ? 0 : element_count(args) * bytes_of(args.dtype);
+  return half_value_bytes(args) + out_bytes;
 }
 
 void attention(const AttentionParams& args, Stream stream) {
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
-  HeadsTensor out = out_of(args);
-  const bool is_out_mapped = is_mappable(out);
-  if (!is_out_mapped)
-    out = contiguous_tensor(static_cast<char*>(args.workspace) + half_value_bytes(args), args.batch,
-                            args.query_length, args.heads, args.head_dim, out.element_bytes);
-  params.out = map_tensor(kOperation, out, args.dtype, kStoreRows);
+  const HeadsTensor out = out_of(args);
+  const void* contiguous_out = nullptr;
+  if (!is_mappable(out)) contiguous_out = static_cast<char*>(args.workspace) + half_value_bytes(args);
+  params.out = map_tensor(
+      kOperation,
+      contiguous_out == nullptr
+          ? out
+          : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
+      args.dtype, kStoreRows);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) launch<T>(params, stream);
   });
-  if (!is_out_mapped) write_output(kOperation, args, out.data, stream);
+  if (contiguous_out != nullptr) write_output(kOperation, args, contiguous_out, stream);
 }
 
 }  // namespace h100_diffusers_kernels

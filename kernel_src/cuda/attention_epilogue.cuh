@@ -1,9 +1,8 @@
-// The end of a query tile: gate, addend, quantization, and the store of the outputs of a warp, 16 rows,
-// through shared memory and TMA.
+// The end of a query tile: gate, addend, and the store of the outputs of a warp, 16 rows, through shared
+// memory and TMA.
 #pragma once
 
 #include "attention_softmax.cuh"
-#include "fp8_rows.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -56,62 +55,35 @@ __device__ __forceinline__ void add_addend(const AttentionParams& args, const Wa
     add([](const uint16_t* pair) { return pair[0] | uint32_t{pair[1]} << 16; });
 }
 
-// Writes the outputs to the boxes by write(), and copies them to `out`.
-//
 // tile: shared memory for the warp group's 64 rows, with boxes that are box_bytes apart
 // position: the position of the tile
-template <class Tile, int kBoxes, class Write>
-__device__ __forceinline__ void store_boxes(const WarpRole& role, const MappedTensor& out, uint32_t tile,
-                                            uint32_t box_bytes, const QueryTile& position,
-                                            const Write& write) {
+template <class Tile>
+__device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
+                                           uint32_t box_bytes, const QueryTile& position,
+                                           const Outputs<Tile>& outputs) {
   if (role.is_elected()) tma_wait_group_read();
   __syncwarp();
-  write();
+  const int row = role.fragment_row();
+#pragma unroll
+  for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
+    uint32_t fragment[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      fragment[i] = pack_pair<typename Tile::T>(outputs[8 * step + 2 * i], outputs[8 * step + 2 * i + 1]);
+    constexpr int kSteps = kBoxColumns / 16;
+    stmatrix(tile + step / kSteps * box_bytes + swizzled_piece(row, step % kSteps * 2 + role.lane / 16),
+             fragment);
+  }
   fence_proxy_async();
   __syncwarp();
   if (role.is_elected()) {
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
+    for (int box = 0; box < Tile::kBoxes; ++box)
       tma_store(
           out.map, tile + box * box_bytes + Tile::box_bytes(role.warp * kStoreRows),
           out.box(box * kBoxColumns, position.head, position.row + role.warp * kStoreRows, position.batch));
     tma_commit_group();
   }
-}
-
-template <class Tile>
-__device__ __forceinline__ void store_rows(const WarpRole& role, const MappedTensor& out, uint32_t tile,
-                                           uint32_t box_bytes, const QueryTile& position,
-                                           const Outputs<Tile>& outputs) {
-  store_boxes<Tile, Tile::kBoxes>(role, out, tile, box_bytes, position, [&] {
-    const int row = role.fragment_row();
-#pragma unroll
-    for (int step = 0; step < Tile::kHeadDim / 16; ++step) {
-      uint32_t fragment[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        fragment[i] = pack_pair<typename Tile::T>(outputs[8 * step + 2 * i], outputs[8 * step + 2 * i + 1]);
-      constexpr int kSteps = kBoxColumns / 16;
-      stmatrix(tile + step / kSteps * box_bytes + swizzled_piece(row, step % kSteps * 2 + role.lane / 16),
-               fragment);
-    }
-  });
-}
-
-// The same for a quantized output, whose rows are one box. A tile that is recomputed has the same threads, so
-// that its scales also replace the first ones.
-template <class Tile>
-__device__ __forceinline__ void store_quantized_rows(const AttentionParams& args, const WarpRole& role,
-                                                     const MappedTensor& out, uint32_t tile,
-                                                     const QueryTile& position, Outputs<Tile>& outputs) {
-  const auto unchanged = [](float value) { return value; };
-  quantize_rows(role, outputs, unchanged, [&](int group_row, float scale) {
-    const int row = position.row + group_row;
-    if (role.lane % 4 == 0 && row < args.query_length)
-      static_cast<float*>(args.out_scale.data)[args.out_scale.offset(position.batch, row, position.head)] =
-          scale;
-  });
-  store_boxes<Tile, 1>(role, out, tile, 0, position, [&] { store_fp8_rows(tile, role, outputs); });
 }
 
 }  // namespace h100_diffusers_kernels

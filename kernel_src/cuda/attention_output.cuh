@@ -9,7 +9,7 @@
 namespace h100_diffusers_kernels {
 
 struct OutputKernelParams {
-  const void* in;  // (batch, seq, heads, head_dim), contiguous
+  const uint16_t* in;  // (batch, seq, heads, head_dim), contiguous
   AttentionOutput out;
   FastDivisor heads, query_length;
   int rows, head_dim;
@@ -18,7 +18,6 @@ struct OutputKernelParams {
 constexpr int kOutputThreads = 256;
 constexpr int kOutputRows = 8;  // A thread copies one column of these rows.
 
-template <typename Element>
 __global__ void __launch_bounds__(kOutputThreads)
     scalar_attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
   const int thread = static_cast<int>(threadIdx.x), step = kOutputThreads / params.head_dim;
@@ -35,24 +34,22 @@ __global__ void __launch_bounds__(kOutputThreads)
     const uint32_t head = static_cast<uint32_t>(row) - token * params.heads.divisor;
     const uint32_t seq = token - batch * params.query_length.divisor;
     const int64_t* strides = params.out.strides;
-    static_cast<Element*>(
+    static_cast<uint16_t*>(
         params.out.data)[batch * strides[0] + seq * strides[1] + head * strides[2] + column] =
-        static_cast<const Element*>(params.in)[int64_t{row} * params.head_dim + column];
+        params.in[int64_t{row} * params.head_dim + column];
   }
 }
 
 // in: a contiguous output.
 inline void write_output(const char* operation, const AttentionParams& args, const void* in, Stream stream) {
-  OutputKernelParams params{in, args.out, {}, {}, 0, 0};
+  OutputKernelParams params{static_cast<const uint16_t*>(in), args.out, {}, {}, 0, 0};
   params.heads.set(static_cast<uint32_t>(args.heads));
   params.query_length.set(static_cast<uint32_t>(args.query_length));
   params.rows = static_cast<int>(args.batch * args.query_length * args.heads);
   params.head_dim = static_cast<int>(args.head_dim);
   const int block_rows = kOutputThreads / params.head_dim * kOutputRows;
-  const auto kernel =
-      is_quantized(args) ? scalar_attention_output_kernel<uint8_t> : scalar_attention_output_kernel<uint16_t>;
-  launch_kernel(operation, kernel, dim3(ceil_divide(params.rows, block_rows)), kOutputThreads, params,
-                stream);
+  launch_kernel(operation, scalar_attention_output_kernel, dim3(ceil_divide(params.rows, block_rows)),
+                kOutputThreads, params, stream);
 }
 
 }  // namespace h100_diffusers_kernels

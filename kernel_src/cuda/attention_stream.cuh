@@ -110,11 +110,7 @@ class StreamCompute {
       const QueryTile position = group_position(tile);
       if (params_.args.gate.data != nullptr) apply_gate<Tile>(params_.args, role_, position, outputs);
       if (params_.args.addend.data != nullptr) add_addend<Tile>(params_.args, role_, position, outputs);
-      const uint32_t out = memory_.out + group_offset_;
-      if constexpr (Tile::kIsQuantized)
-        store_quantized_rows<Tile>(params_.args, role_, params_.out, out, position, outputs);
-      else
-        store_rows<Tile>(role_, params_.out, out, kBoxBytes, position, outputs);
+      store_rows<Tile>(role_, params_.out, memory_.out + group_offset_, kBoxBytes, position, outputs);
     }
     release_query();
     advance_query();

@@ -27,12 +27,10 @@ enum class RowSums { kAdded, kMultiplied };
 // long as the matrix products, so there are three groups: one multiplies while two compute exponentials
 // (notes/attention.md, "Instruction throughput beside wgmma"). With more O needs more registers, so there are
 // two groups.
-template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded, bool kIsQuantized_ = false>
+template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kIsQuantized = kIsQuantized_;  // The output is FP8, with a scale for each head.
-  static_assert(!kIsQuantized || kHeadDim == kFp8BlockSize);
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kWarpGroupRows;
@@ -133,18 +131,13 @@ inline HeadsTensor key_tensor(const AttentionParams& p, const AttentionOperand& 
 inline HeadsTensor k_of(const AttentionParams& p) { return key_tensor(p, p.k); }
 inline HeadsTensor v_of(const AttentionParams& p) { return key_tensor(p, p.v); }
 inline HeadsTensor contiguous_tensor(const void* data, int64_t batch, int64_t seq, int64_t heads,
-                                     int64_t head_dim, int element_bytes = 2) {
+                                     int64_t head_dim) {
   const int64_t row = heads * head_dim;
-  return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}, element_bytes};
+  return {data, batch, seq, heads, head_dim, {seq * row, row, head_dim}};
 }
 inline HeadsTensor out_of(const AttentionParams& p) {
-  return {p.out.data,
-          p.batch,
-          p.query_length,
-          p.heads,
-          p.head_dim,
-          {p.out.strides[0], p.out.strides[1], p.out.strides[2]},
-          is_quantized(p) ? 1 : bytes_of(p.dtype)};
+  return {p.out.data, p.batch,    p.query_length,
+          p.heads,    p.head_dim, {p.out.strides[0], p.out.strides[1], p.out.strides[2]}};
 }
 
 }  // namespace h100_diffusers_kernels

@@ -347,8 +347,7 @@ struct AttentionOutput {
 };
 
 // out = softmax(scale * q k^T + key_bias) v * gate + addend, over the first key_lengths[batch] keys. Query
-// head h attends to key head h / (heads / key_heads) (grouped-query attention). If `out_scale` is given,
-// head_dim is kFp8BlockSize, and out is quantized in blocks as by quantize_fp8, from the unrounded value.
+// head h attends to key head h / (heads / key_heads) (grouped-query attention).
 struct AttentionParams {
   int64_t batch;
   int64_t query_length;
@@ -368,10 +367,7 @@ struct AttentionParams {
   bool gate_is_float32;        // otherwise it has the dtype
   AttentionOperand addend;     // data may be null
   void* workspace;             // attention_workspace_bytes long, aligned to 256 bytes
-  AttentionOutput out_scale;   // float32, (batch, seq, heads); data may be null
 };
-
-inline bool is_quantized(const AttentionParams& p) { return p.out_scale.data != nullptr; }
 
 // Returns the workspace size of the launch.
 int64_t attention_workspace_bytes(const AttentionParams& params);

@@ -1,6 +1,6 @@
 // TMA (tensor memory accelerator) copies of boxes of a strided tensor to shared memory and back. A box is a
-// number of rows of 128 bytes, kBoxColumns 16-bit elements. In shared memory the 16-byte pieces of a row have
-// the 128-byte swizzle of wgmma: piece p of row r is at p ^ (r % 8).
+// number of rows of kBoxColumns elements (128 bytes). In shared memory the 16-byte pieces of a row have the
+// 128-byte swizzle of wgmma: piece p of row r is at p ^ (r % 8).
 #pragma once
 
 #include <cuda.h>
@@ -93,15 +93,14 @@ struct HeadsTensor {
   const void* data;
   int64_t batch, seq, heads, head_dim;
   int64_t strides[3];
-  int element_bytes = 2;  // or 1
 };
 
 // Returns whether TMA can copy the tensor: all strides must be multiples of 16 bytes. The strides of heads
 // and batch may be 0, the stride of the rows of a box may not.
 inline bool is_mappable(const HeadsTensor& tensor) {
   constexpr int64_t kEnd = int64_t{1} << 39;
-  const auto is_stride = [&](int64_t size, int64_t stride) {
-    return size == 1 || (stride * tensor.element_bytes % kVectorBytes == 0 && stride < kEnd);
+  const auto is_stride = [](int64_t size, int64_t stride) {
+    return size == 1 || (stride * 2 % kVectorBytes == 0 && stride < kEnd);
   };
   return is_16_byte_aligned(tensor.data) && is_stride(tensor.batch, tensor.strides[0]) &&
          is_stride(tensor.seq, tensor.strides[1]) && (tensor.seq == 1 || tensor.strides[1] != 0) &&
@@ -150,7 +149,6 @@ inline CUtensorMapDataType tensor_map_type(DType dtype) {
   return dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// dtype: of elements of two bytes
 inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor, DType dtype, int box_rows) {
   const int64_t sizes_in[3] = {tensor.heads, tensor.seq, tensor.batch};
   const int64_t strides_in[3] = {tensor.strides[2], tensor.strides[1], tensor.strides[0]};
@@ -158,14 +156,11 @@ inline MappedTensor map_tensor(const char* operation, const HeadsTensor& tensor,
   for (int dim = 0; dim < 3; ++dim) {
     const bool is_single = sizes_in[dim] == 1 || strides_in[dim] == 0;
     sizes[dim + 1] = is_single ? 1 : static_cast<cuuint64_t>(sizes_in[dim]);
-    strides[dim] = is_single ? kVectorBytes : static_cast<cuuint64_t>(strides_in[dim] * tensor.element_bytes);
+    strides[dim] = is_single ? kVectorBytes : static_cast<cuuint64_t>(strides_in[dim]) * 2;
   }
-  const cuuint32_t box[4] = {static_cast<cuuint32_t>(kBoxRowBytes / tensor.element_bytes), 1,
-                             static_cast<cuuint32_t>(box_rows), 1};
-  const CUtensorMapDataType type =
-      tensor.element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : tensor_map_type(dtype);
-  return {encode_tensor_map(operation, type, tensor.data, sizes, strides, box), sizes[1] == 1 ? 0 : 1,
-          sizes[3] == 1 ? 0 : 1};
+  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1};
+  return {encode_tensor_map(operation, tensor_map_type(dtype), tensor.data, sizes, strides, box),
+          sizes[1] == 1 ? 0 : 1, sizes[3] == 1 ? 0 : 1};
 }
 
 }  // namespace h100_diffusers_kernels

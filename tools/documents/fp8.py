@@ -67,24 +67,6 @@ def fp8_fused(results: Path) -> str:
 
 
 @table
-def fp8_attention(results: Path) -> str:
-    """Attention with a quantized result beside two launches and attention alone."""
-    if not is_measured(results, "fp8") or "attention" not in load(results, "fp8")["fp8"]:
-        return unmeasured("fp8")
-    result = load(results, "fp8")
-    rows = []
-    for entry in result["fp8"]["attention"]:
-        cold, sustained = entry["microseconds"], entry["sustained_microseconds"]
-        row = ["×".join(map(str, entry["shape"])), f"{cold['ours']['median']:.0f} µs"]
-        for peer in ("launches", "attention"):
-            over = (each["ours"]["median"] / each[peer]["median"] for each in (cold, sustained))
-            row.append(" / ".join(f"{ratio:.3f}" for ratio in over))
-        rows.append(row)
-    headers = ["batch × tokens × heads × head dim", card(result), "time over launches'"]
-    return markdown(rows, [*headers, "over attention's"]) + setup(result)
-
-
-@table
 def fp8_rows(results: Path) -> str:
     """Row operations with a quantized result beside a copy of the same bytes and two passes."""
     if not is_measured(results, "fp8"):

@@ -4,7 +4,6 @@ from . import layers
 from .functional import (
     CoordinateRope,
     attention,
-    attention_fp8,
     channel_rms_norm,
     gated_residual,
     gated_residual_layer_norm_modulate,
@@ -45,7 +44,6 @@ __all__ = [
     "CoordinateRope",
     "InjectionReport",
     "attention",
-    "attention_fp8",
     "channel_rms_norm",
     "eject_kernels",
     "gated_residual",

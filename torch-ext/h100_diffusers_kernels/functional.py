@@ -1136,8 +1136,6 @@ def _activation_out_fake(x, *_):
 _softmax = kernel_call("softmax", "softmax", formulas.softmax)
 _attention = kernel_call("attention", "attention", formulas.attention)
 _attention_out = writing_call("attention", "attention_out")
-_attention_fp8 = plain_call("attention_fp8", "attention_fp8")
-_attention_fp8_out = plain_writing_call("attention_fp8", "attention_fp8_out")
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -1208,47 +1206,6 @@ def attention(
     return out
 
 
-def attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: Optional[float] = None,
-    key_bias: Optional[Tensor] = None,
-    key_lengths: Optional[Tensor] = None,
-    heads: Optional[int] = None,
-    gate: Optional[Tensor] = None,
-    addend: Optional[Tensor] = None,
-    out: Optional[tuple[Tensor, Tensor]] = None,
-) -> tuple[Tensor, Tensor]:
-    """``attention`` of heads of 128 elements, quantized as by ``quantize_fp8`` with ``block_size=128``, from
-    the unrounded value. With ``heads`` given, the result can be the x of a ``linear_fp8``.
-
-    No input may require grad.
-
-    Args:
-        q, k, v, scale, key_bias, key_lengths, heads, gate, addend: as for ``attention``; d is 128.
-        out: ``(values, scale)`` of the results' shapes and dtypes, or None. Each is strided in any dimension
-            except the last, for example columns of a wider tensor, and shares no memory with the other or an
-            input. On CUDA, values whose heads are not all aligned to 16 bytes need temporary memory of their
-            size.
-
-    Returns:
-        ``(values, scale)``: float8_e4m3fn of q's shape, and float32 ``(B, Sq, H, 1)``, or ``(B, Sq, H)`` with
-        ``heads`` given.
-    """
-    if scale is not None:
-        scale = scale_number("attention_fp8", "scale", scale)
-    if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
-        heads = count("attention_fp8", "heads", heads, "an integer or None")
-    arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend
-    if out is None:
-        return _attention_fp8(*arguments)
-    out = _fp8_out("attention_fp8", out)
-    _attention_fp8_out(out, *arguments)
-    return out
-
-
 @torch.library.register_fake(add_op_namespace_prefix("softmax"))
 def _softmax_fake(x):
     return x.new_empty(x.shape)
@@ -1262,17 +1219,6 @@ def _attention_fake(q, k, v, *_):
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))
 def _attention_out_fake(q, k, v, *_):
-    required(q, k, v)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("attention_fp8"))
-def _attention_fp8_fake(q, k, v, *_):
-    required(k, v)
-    return _quantize_fp8_fake(q, True)
-
-
-@torch.library.register_fake(add_op_namespace_prefix("attention_fp8_out"))
-def _attention_fp8_out_fake(q, k, v, *_):
     required(q, k, v)
 
 

@@ -1,4 +1,4 @@
-// Attention, and attention with a result that is quantized to FP8.
+// Attention.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,17 +18,9 @@ void set_operand(AttentionOperand& operand, const Tensor& tensor, int64_t head_d
   set_heads_strides(operand.strides, tensor, head_dim);
 }
 
-void check_head_dim(const ArgumentChecker& check, int64_t head_dim, bool is_quantized) {
-  if (is_quantized && head_dim != kFp8BlockSize)
-    fail(check.operation(), "q must have a head_dim of ", kFp8BlockSize, ", got ", head_dim);
-  if (head_dim % kAttentionHeadDimStep != 0 || head_dim < 1 || head_dim > kMaxAttentionHeadDim)
-    fail(check.operation(), "q must have a head_dim that is a multiple of ", kAttentionHeadDimStep, " up to ",
-         kMaxAttentionHeadDim, ", got ", head_dim);
-}
-
 // Checks the shapes of query, key and value, and sets sizes and numbers of heads.
 void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tensor& k, const Tensor& v,
-               std::optional<int64_t> heads, bool is_quantized) {
+               std::optional<int64_t> heads) {
   const Sizes& shape = check.shape();
   if (heads.has_value()) {
     if (shape.size() != 3)
@@ -41,7 +33,10 @@ void set_shape(AttentionParams& params, const ArgumentChecker& check, const Tens
   params.query_length = shape[1];
   params.heads = heads.value_or(shape[2]);
   params.head_dim = heads.has_value() ? head_dim_of(check, *heads) : shape[3];
-  check_head_dim(check, params.head_dim, is_quantized);
+  if (params.head_dim % kAttentionHeadDimStep != 0 || params.head_dim < 1 ||
+      params.head_dim > kMaxAttentionHeadDim)
+    fail(check.operation(), "q must have a head_dim that is a multiple of ", kAttentionHeadDimStep, " up to ",
+         kMaxAttentionHeadDim, ", got ", params.head_dim);
   check.same_device("k", k);
   check.same_dtype("k", k);
   if (!has_heads(check, k.sizes(), k.dim() > 1 ? k.size(1) : 0, params.head_dim))
@@ -90,11 +85,6 @@ void set_key_lengths(AttentionParams& params, const ArgumentChecker& check, cons
   params.key_lengths = static_cast<const int32_t*>(key_lengths.const_data_ptr());
 }
 
-// Sets the strides of (batch, seq, head) of a tensor with one value for each head.
-void set_token_strides(int64_t (&strides)[3], const Tensor& tensor) {
-  for (int64_t dim = 0; dim < 3; ++dim) strides[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
-}
-
 void set_gate(AttentionParams& params, const ArgumentChecker& check, const Tensor& gate) {
   check.same_device("gate", gate);
   check.float32_or_same_dtype("gate", gate);
@@ -104,127 +94,73 @@ void set_gate(AttentionParams& params, const ArgumentChecker& check, const Tenso
          to_string(gate.sizes()));
   check.stored("gate", gate);
   params.gate.data = gate.const_data_ptr();
-  set_token_strides(params.gate.strides, gate);
+  for (int64_t dim = 0; dim < 3; ++dim) params.gate.strides[dim] = gate.size(dim) == 1 ? 0 : gate.stride(dim);
   params.gate_is_float32 = gate.scalar_type() == ScalarType::Float;
 }
 
-struct AttentionInputs {
-  const Tensor &q, &k, &v;
-  std::optional<double> scale;
-  const OptionalTensor &key_bias, &key_lengths;
-  std::optional<int64_t> heads;
-  const OptionalTensor &gate, &addend;
-};
-
-class AttentionCall {
- public:
-  AttentionCall(const char* operation, const AttentionInputs& inputs, bool is_quantized = false)
-      : inputs_(inputs), check_(operation, "q", inputs.q, inputs.heads.has_value() ? 3 : 4, false) {
-    set_shape(params_, check_, inputs.k, inputs.v, inputs.heads, is_quantized);
-    params_.dtype = check_.dtype();
-    params_.scale = attention_scale(check_, params_.head_dim, inputs.scale);
-    set_operand(params_.q, inputs.q, params_.head_dim);
-    set_operand(params_.k, inputs.k, params_.head_dim);
-    set_operand(params_.v, inputs.v, params_.head_dim);
-    if (inputs.key_bias.has_value()) set_key_bias(params_, check_, *inputs.key_bias);
-    if (inputs.key_lengths.has_value()) set_key_lengths(params_, check_, *inputs.key_lengths);
-    if (inputs.gate.has_value()) set_gate(params_, check_, *inputs.gate);
-    if (!inputs.addend.has_value()) return;
-    check_.same_shape("addend", *inputs.addend, check_.shape());
-    set_operand(params_.addend, *inputs.addend, params_.head_dim);
+// All parameters of a call except its output.
+AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
+                                 const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                                 const OptionalTensor& gate, const OptionalTensor& addend) {
+  AttentionParams params{};
+  set_shape(params, check, k, v, heads);
+  params.dtype = check.dtype();
+  params.scale = attention_scale(check, params.head_dim, scale);
+  set_operand(params.q, q, params.head_dim);
+  set_operand(params.k, k, params.head_dim);
+  set_operand(params.v, v, params.head_dim);
+  if (key_bias.has_value()) set_key_bias(params, check, *key_bias);
+  if (key_lengths.has_value()) set_key_lengths(params, check, *key_lengths);
+  if (gate.has_value()) set_gate(params, check, *gate);
+  if (addend.has_value()) {
+    check.same_shape("addend", *addend, check.shape());
+    set_operand(params.addend, *addend, params.head_dim);
   }
+  return params;
+}
 
-  OwnedTensor run() {
-    OwnedTensor out = check_.empty(check_.shape());
-    launch(Tensor(out));
-    return out;
+void run_attention(const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
+  if (out.numel() == 0) return;
+  params.out.data = out.mutable_data_ptr();
+  set_heads_strides(params.out.strides, out, params.head_dim);
+  const DeviceStream device(out);
+  OwnedTensor workspace;
+  if (const int64_t bytes = attention_workspace_bytes(params)) {
+    workspace = check.empty({bytes / bytes_of(params.dtype)});
+    params.workspace = Tensor(workspace).mutable_data_ptr();
   }
-
-  void run(const Tensor& out) {
-    check_read([&](std::initializer_list<ReadTensor> read) { check_out(check_, out, check_.shape(), read); });
-    launch(out);
-  }
-
-  // The values and their scales.
-  TwoTensors run_fp8() {
-    TwoTensors out = check_.empty_fp8(check_.shape(), fp8_blocks(check_.hidden()));
-    set_scale(Tensor(out.second));
-    launch(Tensor(out.first));
-    return out;
-  }
-
-  void run_fp8(const Tensor& out, const Tensor& scale) {
-    check_read([&](std::initializer_list<ReadTensor> read) {
-      check_fp8_out(check_, out, scale, check_.shape(), fp8_blocks(check_.hidden()), read);
-    });
-    set_scale(scale);
-    launch(out);
-  }
-
- private:
-  template <typename Check>
-  void check_read(const Check& check) const {
-    check({{"q", inputs_.q},
-           {"k", inputs_.k},
-           {"v", inputs_.v},
-           {"key_bias", inputs_.key_bias},
-           {"key_lengths", inputs_.key_lengths},
-           {"gate", inputs_.gate},
-           {"addend", inputs_.addend}});
-  }
-
-  void set_scale(const Tensor& scale) {
-    params_.out_scale.data = scale.mutable_data_ptr();
-    set_token_strides(params_.out_scale.strides, scale);
-  }
-
-  void launch(const Tensor& out) {
-    if (out.numel() == 0) return;
-    params_.out.data = out.mutable_data_ptr();
-    set_heads_strides(params_.out.strides, out, params_.head_dim);
-    const DeviceStream device(out);
-    OwnedTensor workspace;
-    if (const int64_t bytes = attention_workspace_bytes(params_)) {
-      workspace = check_.empty({bytes / bytes_of(params_.dtype)});
-      params_.workspace = Tensor(workspace).mutable_data_ptr();
-    }
-    attention(params_, device.stream());
-  }
-
-  const AttentionInputs inputs_;
-  const ArgumentChecker check_;
-  AttentionParams params_{};
-};
+  attention(params, device.stream());
+}
 
 OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                            std::optional<double> scale, const OptionalTensor& key_bias,
                            const OptionalTensor& key_lengths, std::optional<int64_t> heads,
                            const OptionalTensor& gate, const OptionalTensor& addend) {
-  return AttentionCall(operation, {q, k, v, scale, key_bias, key_lengths, heads, gate, addend}).run();
+  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+  OwnedTensor out = check.empty(check.shape());
+  run_attention(check, params, Tensor(out));
+  return out;
 }
 
 void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                         std::optional<double> scale, const OptionalTensor& key_bias,
                         const OptionalTensor& key_lengths, std::optional<int64_t> heads,
                         const OptionalTensor& gate, const OptionalTensor& addend, const Tensor& out) {
-  AttentionCall(operation, {q, k, v, scale, key_bias, key_lengths, heads, gate, addend}).run(out);
-}
-
-TwoTensors call_attention_fp8(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
-                              std::optional<double> scale, const OptionalTensor& key_bias,
-                              const OptionalTensor& key_lengths, std::optional<int64_t> heads,
-                              const OptionalTensor& gate, const OptionalTensor& addend) {
-  return AttentionCall(operation, {q, k, v, scale, key_bias, key_lengths, heads, gate, addend}, true)
-      .run_fp8();
-}
-
-void call_attention_fp8_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
-                            std::optional<double> scale, const OptionalTensor& key_bias,
-                            const OptionalTensor& key_lengths, std::optional<int64_t> heads,
-                            const OptionalTensor& gate, const OptionalTensor& addend,
-                            const Tensor& values_out, const Tensor& scale_out) {
-  AttentionCall(operation, {q, k, v, scale, key_bias, key_lengths, heads, gate, addend}, true)
-      .run_fp8(values_out, scale_out);
+  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+  check_out(check, out, check.shape(),
+            {{"q", q},
+             {"k", k},
+             {"v", v},
+             {"key_bias", key_bias},
+             {"key_lengths", key_lengths},
+             {"gate", gate},
+             {"addend", addend}});
+  run_attention(check, params, out);
 }
 
 constexpr Operation kOperations[] = {
@@ -235,14 +171,6 @@ constexpr Operation kOperations[] = {
               " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) out)"
               " -> ()",
               call_attention_out>(),
-    operation<
-        "attention_fp8(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths,"
-        " int? heads, Tensor? gate, Tensor? addend) -> (Tensor, Tensor)",
-        call_attention_fp8>(),
-    operation<"attention_fp8_out(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
-              " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) values_out,"
-              " Tensor(b!) scale_out) -> ()",
-              call_attention_fp8_out>(),
 };
 
 }  // namespace
