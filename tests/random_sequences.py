@@ -67,8 +67,6 @@ from graphs import module_of, use_emulated_graphs
 from random_inputs import FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 
-# Families whose attention quantizes its result if heads have 128 elements.
-WIDE_HEADS = ("flux", "flux2", "chroma", "qwenimage", "wan", "hunyuan_video", "hunyuan_video15")
 IN_FULL = {**FAMILIES, TRAINED_LTX.name: TRAINED_LTX}
 MODELS = collections.ChainMap(IN_FULL, Families())
 
@@ -546,10 +544,7 @@ class Twins:
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         is_rounded = self.dtype != torch.float32
-        heads = KERNEL_HEADS if is_rounded else TINY_HEADS
-        if fp8 and seed % 2 and family in WIDE_HEADS:
-            heads = {"heads": 1, "head_dim": 128}
-        self.config = {**heads, **config}
+        self.config = {**(KERNEL_HEADS if is_rounded else TINY_HEADS), **config}
         self.seed = seed
         self.models = {"plain": self._model(seed)}
         if is_rounded and not graphs:

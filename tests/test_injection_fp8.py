@@ -26,7 +26,6 @@ NORMS = ("norm_fp8", "gated_residual_norm_modulate_fp8")
 PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gelu_fp8_out"}
 PRODUCTS |= {"linear_gated_residual_fp8", "products"}
 QUANTIZATION = {"quantize_fp8", "quantize_fp8_out", "activation_fp8", "activation_fp8_out", *NORMS}
-QUANTIZATION |= {"attention_fp8", "attention_fp8_out"}
 OPERATIONS = PRODUCTS | QUANTIZATION
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 some_families = pytest.mark.parametrize(
@@ -103,8 +102,7 @@ def test_accuracy(kernel, device, family):
 @every_family
 def test_calls(kernel, device, family):
     """What quantizes: passes of their own, norms, activations (in products, or in passes of their own), and
-    the attention's result beside an activation. Residuals are added in the last products. Heads have 64
-    elements."""
+    the attention's result beside an activation. Residuals are added in the last products."""
     model, arguments, count = prepared(family, device)
     kernel.inject_kernels(model)
     calls = of_fp8(model, arguments)
@@ -177,50 +175,6 @@ def test_variants(kernel, device, variant):
     assert [calls[name] for name in ("quantize_fp8", *NORMS)] == expected
     assert calls.keys() <= OPERATIONS and fallbacks(report) == []
     assert_as_close_as_eager(model, plain, make_arguments)
-
-
-# Attentions, attentions beside an activation, and passes that quantize, of heads of 128 elements.
-WIDE_HEADS = {
-    "flux": [2, 2, 6, 0],
-    "flux2": [2, 2, 0, 0],
-    "chroma": [2, 2, 0, 0],
-    "qwenimage": [2, 0, 4, 0],
-    "wan": [4, 0, 2, 0],
-    "cosmos": [4, 0, 6, 0],
-    "hunyuan_video": [2, 2, 6, 0],
-    "hunyuan_video15": [2, 0, 4, 0],
-    "z_image": [6, 0, 4, 0],
-}
-
-
-@pytest.mark.parametrize(
-    "family", [FAMILIES[name] for name in WIDE_HEADS if name in FAMILIES], ids=str
-)
-def test_attention_quantizes(kernel, device, family):
-    """Attention with heads of 128 elements quantizes its own result, also for the products of two streams."""
-    plain = family.model(device, BFLOAT16, heads=1, head_dim=128).requires_grad_(False)
-    quantize_blocks(family, plain)
-    model = copy.deepcopy(plain)
-    kernel.inject_kernels(model)
-    calls = of_fp8(model, family.inputs(device, BFLOAT16))
-    names = ("attention_fp8", "attention_fp8_out", "quantize_fp8", "quantize_fp8_out")
-    assert [calls[name] for name in names] == WIDE_HEADS[family.name]
-    assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
-
-
-def test_attention_does_not_quantize(kernel, device):
-    """If one of the layers that take its result is no FP8 layer, or has a hook."""
-    model = FLUX.model(device, BFLOAT16, heads=1, head_dim=128).requires_grad_(False)
-    quantize_blocks(FLUX, model)
-    kernel.inject_kernels(model)
-    arguments = FLUX.inputs(device, BFLOAT16)
-    attention = model.transformer_blocks[0].attn
-    assert of_fp8(model, arguments)["attention_fp8"] == 2
-    hook = attention.to_add_out.register_forward_hook(lambda module, args, output: None)
-    assert of_fp8(model, arguments)["attention_fp8"] == 1
-    hook.remove()
-    attention.to_out[0].weight = nn.Parameter(attention.to_out[0].weight.dequantize(), False)
-    assert of_fp8(model, arguments)["attention_fp8"] == 1
 
 
 @some_families

@@ -41,7 +41,7 @@ from .linears import (
 )
 from .norms import LAYER, apply_norm, gated_residual, norm_notes, read_norm
 from .patch import Call, Injection, PatchSpec, StandIn, is_bare
-from .quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor
+from .quantized_rows import QuantizedRows, as_tensor
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
 
@@ -229,10 +229,8 @@ def attend(
     gate: Tensor | None = None,
     addend: Tensor | None = None,
     out: Tensor | None = None,
-    is_projected: bool = False,
-    place: tuple[Tensor, Tensor] | None = None,
     **options: Any,
-) -> Any:
+) -> Tensor:
     """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
     query's shape.
 
@@ -242,9 +240,6 @@ def attend(
     (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
     processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
     to the dispatch.
-
-    The result may be ``QuantizedRows`` if only the module's output projections take it (``is_projected``), or
-    if it has a ``place`` that a block gave (``QuantizedRows.place``).
     """
     spec: Any = call.stand_in.spec
     processor = module.processor
@@ -255,23 +250,18 @@ def attend(
                 key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
-                how["heads"] = heads
+                how.update(heads=heads, out=out)
                 if is_unbiased is not None:
-                    result = functional.attention(query, key, value, out=out, **how)
+                    result = functional.attention(query, key, value, **how)
                     result = _unbiased_first(result, query, key, value, is_unbiased, heads)
                 elif (
                     same_dtype_and_unit_stride(query, addend)
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
-                    how.update(gate=gate, addend=addend)
-                    weights = _weights_of_outputs(module, query, heads, is_projected, place)
-                    if weights is None:
-                        return functional.attention(query, key, value, out=out, **how)
-                    values, scale = functional.attention_fp8(query, key, value, out=place, **how)
-                    return QuantizedRows(values, scale, query.dtype, weights)
+                    return functional.attention(query, key, value, gate=gate, addend=addend, **how)
                 else:
-                    result = functional.attention(query, key, value, out=out, **how)
+                    result = functional.attention(query, key, value, **how)
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         elif is_differentiated(query, key, value):
@@ -302,22 +292,6 @@ def attend(
         sdpa = torch.nn.functional.scaled_dot_product_attention
         result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
     return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
-
-
-def _weights_of_outputs(
-    module: Any, query: Tensor, heads: int, is_projected: bool, place: Any
-) -> dict[Any, Fp8Weight] | None:
-    """The FP8 weights of what takes an attention's result, if it may be quantized; see ``attend``."""
-    if query.shape[2] != heads * FP8_BLOCK:
-        return None
-    if place is not None:
-        return {} if place[0].shape == query.shape else None
-    modules = module._modules
-    to_out, to_add_out = modules.get("to_out"), modules.get("to_add_out")
-    if not is_projected or to_out is None:
-        return None
-    layers = [to_out[0] if type(to_out) is nn.ModuleList else to_out]
-    return fp8_weights_for(query, *layers, *([] if to_add_out is None else [to_add_out]))
 
 
 def _unbiased_first(
@@ -556,8 +530,8 @@ def norm_and_rotate_part(
     return norm_and_rotate(call, module, names, query, key, rope, rotate, "per_head", heads, "half")
 
 
-def project_out(module: Any, x: Any, source: Any = None) -> Any:
-    """The attention's output projection of x, which may be quantized, and its dropout if it has one.
+def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
+    """The attention's output projection, and its dropout if it has one.
 
     ``source``: the attention's input, if a block adds the result to a residual. If the block gave
     ``QuantizedRows``, the result may be an ``Fp8Product``.
@@ -573,7 +547,7 @@ def project_out(module: Any, x: Any, source: Any = None) -> Any:
     return linear_per_sample(to_out, x, is_branch)
 
 
-def project_text_out(module: Any, c: Any, source: Any = None) -> Any:
+def project_text_out(module: Any, c: Tensor, source: Any = None) -> Any:
     """The output projection of the text, as ``project_out`` for the image."""
     return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
 
@@ -696,7 +670,7 @@ def attend_to_all(
     *,
     joint_rope: Any = None,
     **options: Any,
-) -> Any:
+) -> Tensor:
     """Attention over all tokens of the streams: their results, (B, S, H * d), concatenated.
 
     ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``options``: see ``attend``.
@@ -723,9 +697,8 @@ def attend_to_all(
 
 def attend_jointly(
     call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
-) -> tuple[Any, Any]:
-    """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d), or its
-    ``QuantizedRows``."""
+) -> tuple[Tensor, Tensor]:
+    """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d)."""
     length = streams[0].query.shape[1]
     out = attend_to_all(call, module, streams, *arguments, **options)
     return out[:, :length], out[:, length:]
@@ -756,9 +729,7 @@ def forward_with_tables(
     options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)
     if c is None:
         streams = project(call, self, x, None, rope, None)
-        place = x.place if type(x) is QuantizedRows else None
-        how = {"place": place, **options}
-        return attend_to_all(call, self, streams, rotate, attention_mask, **how)
+        return attend_to_all(call, self, streams, rotate, attention_mask, **options)
     ropes = None
     if rope is not None:
         split = partial(split_tables, first=c.shape[1], second=x.shape[1])
@@ -766,7 +737,6 @@ def forward_with_tables(
     text_rope, image_rope = ropes or (None, None)
     streams = project(call, self, x, c, image_rope, text_rope)[::-1]
     options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
-    options["is_projected"] = True
     text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
     return project_out(self, image_out, x), project_text_out(self, text_out, c)
 

@@ -174,15 +174,12 @@ def _attention_forward(
     query, key, value = query_key_value(self, x, c)
     norms = ("norm_q", "norm_k")
     query, key = norm_and_rotate(call, self, norms, query, key, image_rotary_emb, *how)
-    is_last = image is None
-    out = attend(call, self, query, key, value, mask, is_projected=is_last, **options)
+    out = attend(call, self, query, key, value, mask, **options)
     if image is not None:
         query, key, value = query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
         norms = ("q_img_norm", "k_img_norm")
         query, key = norm_and_rotate(call, self, norms, query, key, None, *how)
-        out = attend(
-            call, self, query, key, value, image_mask, addend=out, is_projected=True, **options
-        )
+        out = attend(call, self, query, key, value, image_mask, addend=out, **options)
     return project_out(self, out)
 
 

@@ -173,7 +173,7 @@ def _parallel_attention_forward(
         # Both results are written into one buffer.
         columns = fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
         if columns is not None:
-            out = attend(call, self, *operands, heads=heads, place=columns.first())
+            out = attend(call, self, *operands, heads=heads)
             functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
             product = linear_of_concat(call, to_out, out, columns)
             return product if is_branch or type(product) is Tensor else product.result()

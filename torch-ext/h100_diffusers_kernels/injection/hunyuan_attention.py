@@ -41,7 +41,6 @@ from .blocks import (
 )
 from .linears import linear_and_gelu, linear_of_concat
 from .patch import Call
-from .quantized_rows import QuantizedRows
 
 
 def _attend(block: Any, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
@@ -120,15 +119,12 @@ def _attention_forward(
             options = key_lengths_of(call, mask, x.shape[0], length + c.shape[1])
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
-        options["is_projected"] = True
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
         return project_out(self, out, x), project_text_out(self, c_out, c)
     if rope is not None:
         extend = partial(_extended, count=c.shape[1])
         rope = call.shared(f"tables {c.shape[1]}", rope, extend)
     streams = project(call, self, concat_streams(call, x, c), None, rope, None)
-    if type(x) is QuantizedRows:
-        options["place"] = x.place
     out = attend_to_all(call, self, streams, rotate, mask, **options)
     return project_out(self, out[:, :length]), out[:, length:]
 

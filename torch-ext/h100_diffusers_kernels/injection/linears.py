@@ -158,10 +158,6 @@ class Fp8Columns(NamedTuple):
     def last(self) -> tuple[Tensor, Tensor]:
         return self.values[..., self.width :], self.scale[..., self.width // FP8_BLOCK :]
 
-    def product(self) -> Fp8Product:
-        """The layer's result, of all columns."""
-        return Fp8Product(QuantizedRows(self.values, self.scale, self.dtype, {}), self.weight)
-
 
 def fp8_columns(layer: Any, x: Any, count: int) -> Fp8Columns | None:
     """Columns for an input of the layer with x's rows. The last ``count`` are to be written now. None
@@ -178,13 +174,10 @@ def fp8_columns(layer: Any, x: Any, count: int) -> Fp8Columns | None:
     return Fp8Columns(values, scale, width, weight, x.dtype)
 
 
-def linear_of_concat(call: Call, layer: Any, first: Any, second: Any) -> Any:
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
     """``layer(torch.cat([first, second], dim=-1))``, without the concat if it is plain. ``second`` may be
-    ``Fp8Columns`` of this layer, and ``first`` may have been written to them; then the result may be an
-    ``Fp8Product``."""
+    ``Fp8Columns`` of this layer; then the result may be an ``Fp8Product``."""
     if type(second) is Fp8Columns:
-        if type(first) is QuantizedRows:
-            return second.product()
         values, scale = second.first()
         if (
             kernels_take(first)
@@ -193,7 +186,8 @@ def linear_of_concat(call: Call, layer: Any, first: Any, second: Any) -> Any:
             and not is_differentiated(first)
         ):
             functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
-            return second.product()
+            rows = QuantizedRows(second.values, second.scale, second.dtype, {})
+            return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
     plain = plain_weight(layer)
     if (
@@ -238,16 +232,13 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     return functional.swiglu(both, activated="first")
 
 
-def linear_per_sample(layer: Any, x: Any, is_branch: bool = False) -> Any:
-    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it. x may
-    be quantized for this layer.
+def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
+    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it.
 
     ``is_branch``: whether the result is for a residual sum and may be an ``Fp8Product``.
     """
-    is_quantized = type(x) is QuantizedRows
-    if is_quantized or is_branch or not x.is_contiguous():
-        x = x.contiguous() if is_quantized else x
-        weights = x.weights if is_quantized else fp8_weights_for(x, layer)
+    if is_branch or not x.is_contiguous():
+        weights = fp8_weights_for(x, layer)
         if weights is not None:
             product = Fp8Product(quantized_rows(x), weights[layer])
             return product if is_branch else product.result()
@@ -391,7 +382,7 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
     """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized.
 
     The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
-    part. Then an attention that takes x may write its result to the first columns.
+    part.
     """
     if is_plain(activation, GELU):
         columns = _gelu_columns(layer, activation.approximate, x, into)
@@ -410,8 +401,6 @@ def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns
     columns = fp8_columns(into, x, weights[layer].values.shape[0])
     if columns is not None:
         fp8_gelu_product(quantized_rows(x), weights[layer], approximate, columns.last())
-        if type(x) is QuantizedRows:
-            x.place = columns.first()
     return columns
 
 

@@ -23,29 +23,21 @@ class QuantizedRows:
         values, scale: the operation's results.
         dtype: the tensor's.
         weights: the ``fp8_linears.Fp8Weight`` of each layer that was found to take it.
-        place: values and scale that the attention which takes it writes its own quantized result to, or None.
     """
 
-    __slots__ = ("dtype", "place", "scale", "values", "weights")
+    __slots__ = ("dtype", "scale", "values", "weights")
 
     def __init__(
         self, values: Tensor, scale: Tensor, dtype: torch.dtype, weights: dict[Any, Any]
     ) -> None:
-        self.place: tuple[Tensor, Tensor] | None = None
         self.values = values
         self.scale = scale
         self.dtype = dtype
         self.weights = weights
 
     def __getitem__(self, index: Any) -> QuantizedRows:
-        """Some of the rows. The place stays that of all."""
-        rows = QuantizedRows(self.values[index], self.scale[index], self.dtype, self.weights)
-        rows.place = self.place
-        return rows
-
-    def contiguous(self) -> QuantizedRows:
-        values, scale = self.values.contiguous(), self.scale.contiguous()
-        return QuantizedRows(values, scale, self.dtype, self.weights)
+        """Some of the rows."""
+        return QuantizedRows(self.values[index], self.scale[index], self.dtype, self.weights)
 
     @property
     def shape(self) -> torch.Size:

@@ -127,7 +127,7 @@ def _attention_forward(
         make = partial(_joint_mask, image_length=x.shape[1])
         joint_mask = call.shared(f"mask {x.shape[1]}", mask, make)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "is_projected": True}
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
     return project_out(self, out, x), project_text_out(self, c_out, c)
 

@@ -149,8 +149,7 @@ def _attention_forward(
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not context_is_parallel:
         options["parallel_config"] = None  # each rank has all of the text
-    is_last = image_tokens is None
-    out = attend(call, self, query, key, value, attention_mask, is_projected=is_last, **options)
+    out = attend(call, self, query, key, value, attention_mask, **options)
     if image_tokens is not None:
         if is_fused:
             key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
@@ -158,7 +157,7 @@ def _attention_forward(
             key = linear(modules["add_k_proj"], image_tokens)
             value = linear(modules["add_v_proj"], image_tokens)
         key = apply_norm(call, self, "norm_added_k", key)
-        out = attend(call, self, query, key, value, None, addend=out, is_projected=True, **options)
+        out = attend(call, self, query, key, value, None, addend=out, **options)
     return project_out(self, out, x)
 
 

@@ -160,9 +160,7 @@ def _attention_forward(
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
         options.update(key_lengths_of(call, mask, *key.shape[:2]))
-    return project_out(
-        self, attend(call, self, query, key, value, mask, is_projected=True, **options)
-    )
+    return project_out(self, attend(call, self, query, key, value, mask, **options))
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
