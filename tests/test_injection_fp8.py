@@ -144,7 +144,7 @@ def with_image(arguments):
 VARIANTS = {
     "a replaced frame": (
         *("hunyuan_video", {"image_condition_type": "token_replace"}, dict, True),
-        *(14, 4, 6),
+        *(14, 6, 4),
     ),
     "LTX-2.3": ("ltx2", LTX23, dict, True, 16, 8, 12),
     "LTX-2.3 with gates in 16 bits": ("ltx2", LTX23, dict, False, 32, 0, 4),
