@@ -2,8 +2,8 @@
 
 - torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear``
   by a tensor of its own, with a scale per row or one for all;
-- diffusers loads checkpoints of FLUX that are stored in FP8 into linear layers of its own, with a scale per
-  row.
+- diffusers' ``BFLQuantizationConfig`` loads checkpoints of FLUX that are stored in FP8 into linear layers of
+  its own, with a scale per row.
 
 Both quantize the layer's input in each call. Here the input has a scale per row in all cases. torchao
 computes its other formats: quantized weights alone, blocks of 128 elements, bounded scales.
