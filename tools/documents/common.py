@@ -39,6 +39,7 @@ SCRIPTS = {
         "--weights peaked,outliers --peak-memory"
         for name in ("ltx", "flux", "flux2", "qwenimage", "wan")
     },
+    "fp8_compiled_ltx": f"bench_models.py --model ltx --sizes 161x512x768 --modes {FP8_MODES}",
     "fp8_quality": "bench_quality.py "
     "--modes eager,eager-efficient,eager-float32,injected,eager+fp8,injected+fp8",
     "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx --modes eager,injected,injected+fp8",

@@ -102,6 +102,23 @@ def fp8_models(results: Path) -> str:
 
 
 @table
+def fp8_compiled(results: Path) -> str:
+    """Beside torchao's layers compiled block by block, which takes minutes."""
+    if not is_measured(results, "fp8_compiled_ltx"):
+        return unmeasured("fp8_compiled_ltx")
+    result = load(results, "fp8_compiled_ltx")
+    rows = []
+    for size, entry in result["sizes"].items():
+        modes = entry["weights"]["peaked"]["modes"]
+        ms = [modes[m]["ms"]["median"] for m in (models.TORCHAO_COMPILED, models.INJECTED_FP8)]
+        seconds = entry["compiled_in_s"][models.TORCHAO_COMPILED]
+        row = [_name(result, size), *map(milliseconds, ms), times(ms[0] / ms[1])]
+        rows.append([*row, f"{seconds:.0f} s", f"{entry['injection_fp8']['full_speed_s']:.2f} s"])
+    headers = ["model", "torchao compiled", "FP8 injected", "over compiled"]
+    return _table(rows, [*headers, "compilation", "injection to full speed"], [result])
+
+
+@table
 def fp8_distances(results: Path) -> str:
     """Distances from the float32 model with each kind of weights."""
     rows, measured = [], _measured(results)
@@ -131,7 +148,8 @@ def fp8_memory(results: Path) -> str:
         sizes = {size: e["peak_bytes"] for size, e in result["sizes"].items() if "peak_bytes" in e}
         measured += [result] * bool(sizes)
         for size, peaks in sizes.items():
-            gib = [f"{peaks[mode] / 2**30:.2f} GiB" for mode in modes]
+            given = map(peaks.get, modes)
+            gib = ["" if peak is None else f"{peak / 2**30:.2f} GiB" for peak in given]
             ratio = peaks[models.INJECTED_FP8] / peaks["eager"]
             rows.append([_name(result, size), *gib, f"{ratio:.2f}"])
     headers = ["model", *(MODE_NAMES[mode] for mode in modes), "FP8 injected over eager"]
