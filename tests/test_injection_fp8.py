@@ -61,6 +61,19 @@ def assert_as_close_as_eager(model, plain, make_arguments, samples=24):
     assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
 
 
+# Families whose small models amplify the difference between two quantizations.
+NOISY = ("flux2", "hunyuan_video", "krea2", "lumina2", "z_image")
+
+
+def slack_of(family):
+    return 0.1 if family.name in NOISY else 0.06
+
+
+def assert_count(products, family, count):
+    """Each layer is one product, except that CogVideoX computes some for each of two streams."""
+    assert products > count if family.name == "cogvideox" else products == count
+
+
 def assert_close(out, expected, slack=0.06):
     assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
     assert torch.isfinite(out).all()
@@ -444,7 +457,7 @@ def test_hooks_see_tensors(kernel, device, family, part):
     kind = type(model.get_submodule(f"{blocks}.0"))
     parts = [dict(x.named_modules()).get(path) for x in family.blocks(model) if type(x) is kind]
     seen = [watched(part) for part in parts if part is not None]
-    assert_close(run(model, arguments), expected, slack=0.1)
+    assert_close(run(model, arguments), expected, slack_of(family))
     for tensors in seen:
         assert tensors and all(type(x) is torch.Tensor for x in tensors)
         assert tensors[0].dtype is BFLOAT16
@@ -466,10 +479,10 @@ def test_own_forward_gets_tensors(kernel, device, family, monkeypatch):
         return own(self, attn, hidden_states, *args, **kwargs)
 
     monkeypatch.setattr(processor, "__call__", call)
-    assert_close(run(model, arguments), expected, slack=0.1)
+    assert_close(run(model, arguments), expected, slack_of(family))
     assert seen and all(type(x) is torch.Tensor and x.dtype is BFLOAT16 for x in seen)
     assert any("__call__ was replaced" in reason for reason in fallbacks(report))
-    assert of_fp8(model, arguments)["products"] >= count
+    assert_count(of_fp8(model, arguments)["products"], family, count)
 
 
 def fallbacks(report):
@@ -574,8 +587,9 @@ def test_lora(kernel, device, family, is_injected_first):
     def check():
         out = run(model, arguments)
         calls = of_fp8(model, arguments)
-        assert calls["products"] >= count and "_scaled_mm" not in calls
-        assert_close(out, run(eager(model), arguments), slack=0.1)
+        assert "_scaled_mm" not in calls
+        assert_count(calls["products"], family, count)
+        assert_close(out, run(eager(model), arguments), slack_of(family))
         return out
 
     def quantizing_norms():
@@ -583,7 +597,7 @@ def test_lora(kernel, device, family, is_injected_first):
         return sum(calls[name] for name in NORMS)
 
     def is_as_without(out):
-        return (out - without).float().norm() <= 0.1 * without.float().norm()
+        return (out - without).float().norm() <= (slack_of(family) - 0.01) * without.float().norm()
 
     model.set_adapters(["one"])
     one, with_adapters = check(), quantizing_norms()

@@ -727,7 +727,7 @@ def test_fuse(kernel, device, family, is_adapted_first, is_safe):
         arguments = family.inputs(device, BFLOAT16)
         out = run(model, arguments)
         # Adapters share no quantized inputs, so the rounding errors of both are independent.
-        assert_close(out, run(fused, arguments), 0.08)
+        assert_close(out, run(fused, arguments), 0.06 if family is LTX else 0.08)
         return out
 
     for each in (model, plain):
