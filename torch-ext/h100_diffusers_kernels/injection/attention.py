@@ -547,7 +547,7 @@ def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
     return linear_per_sample(to_out, x, is_branch)
 
 
-def project_text_out(module: Any, c: Tensor, source: Any = None) -> Any:
+def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
     """The output projection of the text, as ``project_out`` for the image."""
     return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
 

@@ -41,6 +41,7 @@ from .blocks import (
 from .checks import is_plain
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
+from .fp8_linears import computed
 from .linears import (
     FLUX2_SWIGLU,
     SILU,
@@ -176,7 +177,7 @@ def _parallel_attention_forward(
             out = attend(call, self, *operands, heads=heads)
             functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
             product = linear_of_concat(call, to_out, out, columns)
-            return product if is_branch or type(product) is Tensor else product.result()
+            return product if is_branch else computed(product)
         size = query.shape[2]
         both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
         place = both[..., :size]

@@ -211,6 +211,11 @@ class Fp8Product(NamedTuple):
         return functional.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
 
 
+def computed(y: Any) -> Any:
+    """y itself, or the result of an ``Fp8Product``."""
+    return y.result() if type(y) is Fp8Product else y
+
+
 def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tensor]:
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):

@@ -29,6 +29,7 @@ from .fp8_linears import (
     Fp8Product,
     Fp8Weight,
     are_plain_linears,
+    computed,
     fp8_fits,
     fp8_gelu_product,
     fp8_product,
@@ -278,8 +279,7 @@ def feed_forward(module: Any, x: Any) -> Tensor:
 
     Before an FP8 layer the activation is quantized in the pass that computes it.
     """
-    y = feed_forward_branch(module, x)
-    return y.result() if type(y) is Fp8Product else y
+    return computed(feed_forward_branch(module, x))
 
 
 def feed_forward_branch(module: Any, x: Any) -> Any:
@@ -294,7 +294,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
             if y is None:
                 y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
             if last and not is_identity(last[0]):
-                return last[0](y.result() if type(y) is Fp8Product else y)
+                return last[0](computed(y))
             return y
     elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
         layers = module._modules
