@@ -161,7 +161,7 @@ def measure_size(
     }
 
     model(**arguments)  # loads the libraries before the first mode
-    forwards, quantized, graphs = {}, [], None
+    forwards, quantized, graphs = {}, [], []
     for mode in settings.modes:
         instance = models.twin(model)
         if mode in models.FP8_MODES:
@@ -174,13 +174,13 @@ def measure_size(
             result[INJECTIONS[mode]] = inject(instance, kernel, mode, forward, device)
         elif mode.startswith("injected"):
             report = models.inject(kernel, instance, mode)
-            if mode == models.GRAPHS:
+            if mode in models.GRAPHS_MODES:
                 reasons = cuda_graphs.why_not_captured(report, forward)
                 if reasons is not None:
                     click.echo(f"{size} {mode}: not measured, as no forward is captured: {reasons}")
                     del forwards[mode]
                     continue
-                graphs = report
+                graphs.append(report)
         if models.compile_as(instance, mode):
             begin = time.perf_counter()
             forward()
@@ -194,9 +194,9 @@ def measure_size(
             for instance in quantized:
                 models.quantize_again(instance, model)
             result["weights"][name] = measure_weights(model, forwards, arguments, settings)
-    if graphs is not None:
+    for report in graphs:
         forwards_each = settings.rounds * settings.calls * len(settings.weights)
-        cuda_graphs.check_replayed(graphs, forwards_each)
+        cuda_graphs.check_replayed(report, forwards_each)
     return result
 
 

@@ -31,11 +31,13 @@ REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA g
 GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 # The blocks' linear layers quantized by torchao, with a scale for each row.
 TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
-FP8_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8)
+GRAPHS_FP8 = f"{GRAPHS}+fp8"
+GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
+FP8_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     NO_ATTENTION: {"attention": False},
-    GRAPHS: {"cuda_graphs": True},
+    **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
 }
 # Parts of the names of linear layers in blocks that stay as they are: they modulate.
 NOT_QUANTIZED = ("norm", "mod", "adaln")
@@ -44,7 +46,7 @@ MODES = (
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *FP8_MODES,
 )
-NEED_GPU = (REDUCE_OVERHEAD, GRAPHS, FA3, TORCHAO, TORCHAO_COMPILED)
+NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, FA3, TORCHAO, TORCHAO_COMPILED)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
