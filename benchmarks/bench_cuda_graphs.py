@@ -333,7 +333,7 @@ def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bo
     help=f"Comma-separated: {', '.join(MODELS)}; or {ALL}.",
 )
 @SIZES
-@modes_option(DEFAULT_MODES)
+@modes_option(DEFAULT_MODES, [mode for mode in models.MODES if mode not in models.FP8_MODES])
 @click.option(
     "--weights",
     type=click.Choice(list(models.WEIGHTS)),

@@ -94,11 +94,11 @@ def measure_model(
     forwards, reports = {}, []
     for context, enter in CONTEXTS.items():
         for mode in modes:
-            instance = models.twin(model)  # contexts do not share state
+            instance = models.twin_for(model, mode)  # contexts do not share state
             CONDITIONS[condition](instance)
             if mode.startswith("injected"):
                 report = models.inject(kernel, instance, mode)
-                reports += [report] if mode == models.GRAPHS else []
+                reports += [report] if mode in models.GRAPHS_MODES else []
             models.compile_as(instance, mode)
             forwards[context, mode] = under(enter, functools.partial(instance, **arguments))
 

@@ -2,20 +2,21 @@
 
 --modes selects more: compiled as a whole, compiled with CUDA graphs (reduce-overhead), injected without
 attention, injected with CUDA graphs, injected and compiled by blocks or as a whole, and with the blocks'
-linear layers in FP8 (torchao's, a scale per row): eager, compiled block by block, injected.
+linear layers in FP8 (torchao's, a scale per row): eager, compiled block by block, injected, with CUDA graphs.
 
 Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
 peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier channels. The weights change in
 place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
 mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone.
-Writes to benchmarks/results/<the model's name>, or models for LTX-Video:
+Writes to benchmarks/results/<the model's name>, or models for LTX-Video; with modes in FP8 to
+fp8_<the module's name>, or fp8_compiled_<the module's name> if one of them is compiled:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all
     python benchmarks/bench_models.py --model flux,flux2,sd3 --rounds 5 --profiled-calls 1
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
-    python benchmarks/bench_models.py --modes eager,injected+fp8 --weights outliers --peak-memory
+    python benchmarks/bench_models.py --modes eager,injected,injected+fp8 --weights outliers --peak-memory
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
 
 LOCAL_KERNELS selects another checkout's build; compare_builds.py compares two.
@@ -48,6 +49,7 @@ WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
 # The modes whose injection is timed, and its entry in the result.
 INJECTIONS = {"injected": "injection", models.INJECTED_FP8: "injection_fp8"}
+FP8_DEFAULT_MODES = ("eager", "injected", models.INJECTED_FP8)
 # Modes whose memory --peak-memory leaves out: without the others they would be compiled once more.
 NO_MEMORY = ("compiled", "graphs", models.REDUCE_OVERHEAD)
 HOST_ROUNDS = 5  # maximum, because a sample takes as long as one of the time
@@ -163,10 +165,8 @@ def measure_size(
     model(**arguments)  # loads the libraries before the first mode
     forwards, quantized, graphs = {}, [], []
     for mode in settings.modes:
-        instance = models.twin(model)
-        if mode in models.FP8_MODES:
-            models.quantize(instance)
-            quantized.append(instance)
+        instance = models.twin_for(model, mode)
+        quantized += [instance] if mode in models.FP8_MODES else []
         forward = forwards[mode] = functools.partial(instance, **arguments)
         if mode in INJECTIONS:
             if mode not in models.FP8_MODES or device.type == "cuda":  # torchao needs a GPU
@@ -313,10 +313,17 @@ def destination(
     output: Path | None, published: ModuleType, several: bool, modes: list[str], environment: dict
 ) -> Path | None:
     """The path of a model's result. Modes beyond the default ones do not prevent its storage."""
+    name, default, neutral = published.RESULT, models.DEFAULT_MODES, ("modes", "has_memory")
+    if not set(models.FP8_MODES).isdisjoint(modes):
+        name, default = f"fp8_{published.__name__}", FP8_DEFAULT_MODES
+        neutral += ("weights", "has_distance")
+        if models.TORCHAO_COMPILED in modes:
+            name, neutral = f"fp8_compiled_{published.__name__}", (*neutral, "sizes")
     if output is not None and several:
-        return output / f"{published.RESULT}.json"
-    neutral = ("modes", "has_memory") if set(models.DEFAULT_MODES) <= set(modes) else ()
-    return record.destination(output, published.RESULT, environment, neutral)
+        return output / f"{name}.json"
+    return record.destination(
+        output, name, environment, neutral if set(default) <= set(modes) else ()
+    )
 
 
 @click.command()

@@ -160,7 +160,7 @@ def measure(
         samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
     for mode, result in results.items():
         result.update(summary(samples[mode]))
-        if mode == models.GRAPHS:
+        if mode in models.GRAPHS_MODES:
             result["graphs"] = cuda_graphs.counts(reports[mode])
         if "eager" in samples and mode != "eager":
             distance = psnr(samples[mode][-1]["picture"], samples["eager"][-1]["picture"])
@@ -227,7 +227,10 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "dtype": record.dtype_name(dtype),
         "pipelines": [],
     }
-    output = record.destination(output, "pipelines", result["environment"], ("pipelines",))
+    name, neutral = "pipelines", ("pipelines",)
+    if models.INJECTED_FP8 in modes:
+        name, neutral = "fp8_pipelines", ("pipelines", "modes", "steps")
+    output = record.destination(output, name, result["environment"], neutral)
     for pipeline in pipelines:
         entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
         result["pipelines"].append(entry)

@@ -153,6 +153,14 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model, shared)
 
 
+def twin_for(model: torch.nn.Module, mode: str) -> torch.nn.Module:
+    """A twin, with quantized linear layers in FP8_MODES."""
+    instance = twin(model)
+    if mode in FP8_MODES:
+        quantize(instance)
+    return instance
+
+
 def complete(model: torch.nn.Module, published: ModuleType) -> str:
     """Add blocks up to the published number, over the weights of those that it has.
 
@@ -365,14 +373,6 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def check_modes(modes: Sequence[str]) -> list[str]:
-    """The modes in their order; ValueError names one that there is not."""
-    for mode in modes:
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    return [mode for mode in MODES if mode in modes]
 
 
 def possible_modes(modes: Sequence[str], device: torch.device) -> tuple[list[str], str | None]:

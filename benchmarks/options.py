@@ -64,17 +64,22 @@ class Sizes(click.ParamType):
 
 
 class Modes(click.ParamType):
-    """Comma-separated modes of models.MODES."""
+    """Comma-separated modes, in their order."""
 
     name = "modes"
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self.known = known
 
     def convert(self, value, param, ctx) -> list[str]:
         if isinstance(value, list):
             return value
-        try:
-            return models.check_modes(value.split(","))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+        modes = value.split(",")
+        if unknown := [mode for mode in modes if mode not in self.known]:
+            self.fail(
+                f"mode must be one of {', '.join(self.known)}, got {unknown[0]!r}", param, ctx
+            )
+        return [mode for mode in self.known if mode in modes]
 
 
 class Models(click.ParamType):
@@ -124,13 +129,13 @@ def _dtype(ctx, param, value: str) -> torch.dtype:
     return getattr(torch, value)
 
 
-def modes_option(default: Sequence[str]):
+def modes_option(default: Sequence[str], known: Sequence[str] = models.MODES):
     return click.option(
         "--modes",
-        type=Modes(),
+        type=Modes(known),
         default=",".join(default),
         show_default=True,
-        help=f"Comma-separated, of {', '.join(models.MODES)}.",
+        help=f"Comma-separated, of {', '.join(known)}.",
     )
 
 

@@ -411,14 +411,16 @@ def test_hub_benchmark(cls):
 
 
 @pytest.mark.parametrize(
-    ("modes", "is_kept"),
+    ("modes", "names"),
     [
-        ("", True),
-        ("eager,compiled,compiled-regional,injected", True),
-        ("eager,injected", False),
+        ("", ("sd3", "wan")),
+        ("eager,compiled,compiled-regional,injected", ("sd3", "wan")),
+        ("eager,injected", None),
+        ("eager,injected,injected+fp8", ("fp8_sd3", "fp8_wan")),
+        ("injected,injected+fp8", None),
     ],
 )
-def test_only_the_whole_benchmark_is_kept(modes, is_kept, monkeypatch):
+def test_only_the_whole_benchmark_is_kept(modes, names, monkeypatch):
     paths, real = [], record.destination
     environment = {"device": "A CPU", "date": "2026-11-22 04:07:31 UTC", "kernel_ids": []}
     monkeypatch.setattr(record, "destination", lambda *args: paths.append(real(*args)))
@@ -427,8 +429,8 @@ def test_only_the_whole_benchmark_is_kept(modes, is_kept, monkeypatch):
     monkeypatch.setattr(models, "load_kernel", lambda: (None, 0.0))
     arguments = ["--device", "cpu", "--model", "sd3,wan", *(["--modes", modes] if modes else [])]
     assert CliRunner().invoke(bench_models.main, arguments).exit_code == 0
-    kept = [history.RESULTS / n / "2026-11-22T040731-a-cpu.json" for n in ("sd3", "wan")]
-    assert paths == (kept if is_kept else [None, None])
+    kept = [history.RESULTS / name / "2026-11-22T040731-a-cpu.json" for name in names or ()]
+    assert paths == (kept if names else [None, None])
 
 
 def test_result_is_kept_by_date_commit_and_card():

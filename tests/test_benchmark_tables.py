@@ -275,17 +275,17 @@ def test_fp8_of_models(tmp_path):
 
     modes = {"eager": of_mode(30.0, 0.01), "injected": of_mode(20.0, 0.01)}
     modes |= {models.TORCHAO: of_mode(50.0, 0.05), models.INJECTED_FP8: of_mode(10.0, 0.04)}
-    compiled = {**modes, models.TORCHAO_COMPILED: of_mode(15.0, 0.05)}
+    graphs = {models.GRAPHS: of_mode(18.0, 0.01), models.GRAPHS_FP8: of_mode(9.0, 0.04)}
     sizes = {"9x64x96": {"weights": {"peaked": {"modes": modes}}}}
     peaks = dict.fromkeys(modes, 2**30) | {models.INJECTED_FP8: 2**29}
     sizes["17x64x96"] = {"peak_bytes": peaks}
-    sizes["17x64x96"]["weights"] = {w: {"modes": compiled} for w in ("peaked", "outliers")}
+    sizes["17x64x96"]["weights"] = {w: {"modes": modes | graphs} for w in ("peaked", "outliers")}
     sizes = {size: {**e, "injection_fp8": {"full_speed_s": 0.5}} for size, e in sizes.items()}
     result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "LTX"}
     store(tmp_path, "fp8_ltx", {**result, "sizes": sizes})
     first, second = rows_of(tmp_path, "fp8_models")
-    assert first[1:] == ["H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "", "0.50 s"]
-    assert (second[0], second[6]) == ("LTX 17 frames 64×96", "1.50×")
+    assert first[1:] == ["H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", "", ""]
+    assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms", "2.00×"]
     rows = rows_of(tmp_path, "fp8_distances")
     assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
     assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
 # [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [pipelines] [quality] [energy]
-# [host_forward] [graphs] [sequences]
+# [host_forward] [graphs] [fp8_models] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -23,7 +23,7 @@ FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
 STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part pipelines quality
-  energy host_forward graphs sequences)
+  energy host_forward graphs fp8_models sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -92,6 +92,19 @@ step_graphs() {
   local status=0
   of_models cuda_graphs || status=1
   "$PYTHON" benchmarks/bench_cuda_graphs_memory.py || status=1
+  return "$status"
+}
+
+# With torchao, and after it torch.compile, which then takes minutes for a model.
+step_fp8_models() {
+  local status=0 modes=eager,injected,injected+fp8 graphs=injected+graphs,injected+graphs+fp8 name
+  "$PYTHON" benchmarks/bench_models.py --model ltx,flux,flux2,qwenimage,wan \
+    --modes "$modes,$graphs,eager+fp8" --weights peaked,outliers --peak-memory || status=1
+  "$PYTHON" benchmarks/bench_pipelines.py --pipelines flux,ltx --modes "$modes" || status=1
+  for name in "ltx --sizes 161x512x768" "flux --sizes 1024x1024"; do
+    "$PYTHON" benchmarks/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
+      --weights peaked --no-distance || status=1
+  done
   return "$status"
 }
 

@@ -23,11 +23,12 @@ MODE_NAMES = {
     "eager+fp8": "FP8 by torchao",
     "compiled-regional+fp8": "FP8 by torchao, torch.compile, block by block",
     "injected+fp8": "FP8 by torchao, injected",
+    "injected+graphs+fp8": "FP8 by torchao, injected with CUDA graphs",
 }
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full
 
-FP8_MODES = "eager,injected,eager+fp8,compiled-regional+fp8,injected+fp8"
+FP8_MODES = "eager,injected,injected+graphs,eager+fp8,injected+fp8,injected+graphs+fp8"
 
 # The script that writes a result, if it is not benchmarks/bench_<name>.py.
 SCRIPTS = {
@@ -39,7 +40,11 @@ SCRIPTS = {
         "--weights peaked,outliers --peak-memory"
         for name in ("ltx", "flux", "flux2", "qwenimage", "wan")
     },
-    "fp8_compiled_ltx": f"bench_models.py --model ltx --sizes 161x512x768 --modes {FP8_MODES}",
+    **{
+        f"fp8_compiled_{name}": f"bench_models.py --model {name} --sizes {size} "
+        "--modes eager,injected,compiled-regional+fp8,injected+fp8 --weights peaked --no-distance"
+        for name, size in (("ltx", "161x512x768"), ("flux", "1024x1024"))
+    },
     "fp8_quality": "bench_quality.py "
     "--modes eager,eager-efficient,eager-float32,injected,eager+fp8,injected+fp8",
     "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx --modes eager,injected,injected+fp8",

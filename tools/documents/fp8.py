@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import history
@@ -23,6 +24,7 @@ from .common import (
 from .pipelines import label
 
 FP8_MODELS = ("fp8_ltx", "fp8_flux", "fp8_flux2", "fp8_qwenimage", "fp8_wan")
+FP8_COMPILED = ("fp8_compiled_ltx", "fp8_compiled_flux")
 
 
 @table
@@ -93,29 +95,31 @@ def fp8_models(results: Path) -> str:
             ms = {mode: each["ms"]["median"] for mode, each in modes.items()}
             ours = ms[models.INJECTED_FP8]
             row = [_name(result, size), card(result), milliseconds(ours)]
-            others = ("eager", "injected", models.TORCHAO, models.TORCHAO_COMPILED)
+            others = ("eager", "injected", models.TORCHAO)
             row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
-            rows.append([*row, f"{entry['injection_fp8']['full_speed_s']:.2f} s"])
+            row.append(f"{entry['injection_fp8']['full_speed_s']:.2f} s")
+            graphs, in_fp8 = (ms.get(mode) for mode in (models.GRAPHS, models.GRAPHS_FP8))
+            over = graphs / in_fp8 if graphs and in_fp8 else None
+            rows.append([*row, milliseconds(in_fp8), times(over)])
     headers = ["model", "card", "FP8 injected", "over eager", "over injected", "over torchao eager"]
-    headers += ["over torchao compiled", "to full speed"]
+    headers += ["to full speed", "FP8 with CUDA graphs", "over injected with graphs"]
     return _table(rows, headers, measured)
 
 
 @table
 def fp8_compiled(results: Path) -> str:
     """Beside torchao's layers compiled block by block, which takes minutes."""
-    if not is_measured(results, "fp8_compiled_ltx"):
-        return unmeasured("fp8_compiled_ltx")
-    result = load(results, "fp8_compiled_ltx")
-    rows = []
-    for size, entry in result["sizes"].items():
-        modes = entry["weights"]["peaked"]["modes"]
-        ms = [modes[m]["ms"]["median"] for m in (models.TORCHAO_COMPILED, models.INJECTED_FP8)]
-        seconds = entry["compiled_in_s"][models.TORCHAO_COMPILED]
-        row = [_name(result, size), *map(milliseconds, ms), times(ms[0] / ms[1])]
-        rows.append([*row, f"{seconds:.0f} s", f"{entry['injection_fp8']['full_speed_s']:.2f} s"])
-    headers = ["model", "torchao compiled", "FP8 injected", "over compiled"]
-    return _table(rows, [*headers, "compilation", "injection to full speed"], [result])
+    rows, measured = [], _measured(results, FP8_COMPILED)
+    for result in measured:
+        for size, entry in result["sizes"].items():
+            modes = entry["weights"]["peaked"]["modes"]
+            ms = [modes[m]["ms"]["median"] for m in (models.TORCHAO_COMPILED, models.INJECTED_FP8)]
+            seconds = entry["compiled_in_s"][models.TORCHAO_COMPILED]
+            row = [_name(result, size), *map(milliseconds, ms), times(ms[0] / ms[1])]
+            row += [f"{seconds:.0f} s", f"{entry['injection_fp8']['full_speed_s']:.2f} s"]
+            rows.append(row)
+    headers = ["model", "torchao compiled", "FP8 injected", "over compiled", "compilation"]
+    return _table(rows, [*headers, "injection to full speed"], measured)
 
 
 @table
@@ -196,8 +200,8 @@ def _of(mode: dict, key: str) -> float:
     return mode[key]["median"] if isinstance(mode[key], dict) else mode[key]
 
 
-def _measured(results: Path) -> list[dict]:
-    return [load(results, name) for name in FP8_MODELS if is_measured(results, name)]
+def _measured(results: Path, names: Sequence[str] = FP8_MODELS) -> list[dict]:
+    return [load(results, name) for name in names if is_measured(results, name)]
 
 
 def _name(result: dict, size: str) -> str:
@@ -209,6 +213,9 @@ def _thousandths(distance: float) -> str:
 
 
 def _table(rows: list[list[str]], headers: list[str], measured: list[dict]) -> str:
+    """Without columns that were not measured."""
     if not rows:
         return unmeasured(FP8_MODELS[0])
+    full = [column for column in zip(headers, *rows, strict=True) if any(column[1:])]
+    headers, *rows = (list(row) for row in zip(*full, strict=True))
     return markdown(rows, headers) + setup(*measured)
