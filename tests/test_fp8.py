@@ -11,6 +11,7 @@ from checks import (
     MemorySnapshot,
     assert_contract,
     assert_rounded_once,
+    assert_same_bits,
     compiled_outcome,
     have_same_bits,
     map_tensors,
@@ -264,18 +265,23 @@ def test_one_row_without_leading_dimensions(kernel, device):
     check_linear(kernel, linear_arguments((), 24, 256, True, torch.bfloat16, device))
 
 
+def one_term_of_each_block(rows, out_features, blocks, device):
+    """x and weight, whose products are the sum of one power of two for each block."""
+    x = torch.zeros(rows, blocks, 128, device=device)
+    weight = torch.zeros(out_features, blocks, 128, device=device)
+    for block in range(blocks):
+        x[:, block, 37 * block + 1] = 2**block
+        weight[:, block, 37 * block + 1] = 1
+    return x.flatten(1).to(FP8), weight.flatten(1).to(FP8)
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 @every_16_bit_dtype
 def test_each_operand_is_where_it_belongs(kernel, device, is_blocked, dtype):
     """Exact products of small integers, in which each row, column and block has its own scale."""
     rows, out_features, blocks = 70, 90, 3
     arguments = linear_arguments(rows, out_features, 128 * blocks, is_blocked, dtype, device)
-    x = torch.zeros(rows, blocks, 128, device=device)
-    weight = torch.zeros(out_features, blocks, 128, device=device)
-    for block in range(blocks):
-        x[:, block, 37 * block + 1] = 2**block
-        weight[:, block, 37 * block + 1] = 1
-    arguments["x"], arguments["weight"] = x.flatten(1).to(FP8), weight.flatten(1).to(FP8)
+    arguments["x"], arguments["weight"] = one_term_of_each_block(rows, out_features, blocks, device)
     powers = torch.arange(rows * arguments["x_scale"].shape[1], device=device) % 3
     arguments["x_scale"] = (2.0**powers).view_as(arguments["x_scale"])
     arguments["weight_scale"] = 2.0 ** (torch.arange(out_features, device=device) % 4)[:, None]
@@ -337,6 +343,17 @@ def test_equals_scaled_mm(kernel, device):
         out_dtype=torch.bfloat16,
     )
     torch.testing.assert_close(kernel.linear_fp8(**arguments), expected, rtol=2**-7, atol=1e-3)
+
+
+def check_out(function, arguments, out, expected):
+    """The same bits as new results, and no other write."""
+    memory = MemorySnapshot(tensors_of(arguments, out))
+    results = function(**arguments, out=out)
+    assert all(a is b for a, b in zip(results, out, strict=True))
+    assert_same_bits(results, expected)
+    for tensor in out:
+        memory.allow(tensor)
+    memory.assert_unchanged()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ from test_fp8 import (
     REFUSED,
     WEIGHT_SCALES,
     check_linear,
+    check_out,
     linear_arguments,
+    one_term_of_each_block,
 )
 from test_norm_fp8 import rounded
 
@@ -132,16 +134,12 @@ def test_gelu_of_small_values_and_outlier_channels(kernel, device, approximate):
 def test_gelu_is_quantized_exactly(kernel, device, approximate):
     """Of integers from 16 on, where a GELU is the identity. Each row, column and block has its own scale."""
     rows, out_features, blocks = 70, 300, 3
-    x = torch.zeros(rows, blocks, 128, device=device)
-    weight = torch.zeros(out_features, blocks, 128, device=device)
-    for block in range(blocks):
-        x[:, block, 37 * block + 1] = 2**block
-        weight[:, block, 37 * block + 1] = 1
+    x, weight = one_term_of_each_block(rows, out_features, blocks, device)
     column = torch.arange(out_features, device=device)[:, None]
     arguments = {
-        "x": x.flatten(1).to(FP8),
+        "x": x,
         "x_scale": 2.0 ** (torch.arange(rows, device=device) % 3)[:, None],
-        "weight": weight.flatten(1).to(FP8),
+        "weight": weight,
         "weight_scale": 2.0 ** (column % 4),
         "bias": (column.flatten() * 3 + 16).float(),
         "approximate": approximate,
@@ -431,14 +429,8 @@ def test_out(kernel, device, name, layout, scale_layout, shape):
     expected = function(**arguments)
     values, scale = (torch.full_like(t, math.nan) for t in expected)
     out = LAYOUTS[layout](values), LAYOUTS[scale_layout](scale)
-    memory = MemorySnapshot(tensors_of(arguments, out))
     versions = [t._version for t in out]
-    results = function(**arguments, out=out)
-    assert all(a is b for a, b in zip(results, out, strict=True))
-    assert_same_bits(results, expected)
-    for tensor in out:
-        memory.allow(tensor)
-    memory.assert_unchanged()
+    check_out(function, arguments, out, expected)
     assert [t._version for t in out] == [version + 1 for version in versions]
 
 
@@ -452,12 +444,7 @@ def test_out_of_rows_with_any_alignment(kernel, device, out_features, offset):
         wide = torch.zeros(2, 70, width, device=device).to(FP8)
         scales = torch.zeros(2, 70, 9, device=device)
         out = wide[..., offset : offset + out_features], scales[..., 2 : 2 + scale.shape[-1]]
-        memory = MemorySnapshot(out)
-        kernel.linear_gelu_fp8(**arguments, out=out)
-        assert_same_bits(out, (values, scale))
-        for tensor in out:
-            memory.allow(tensor)
-        memory.assert_unchanged()
+        check_out(kernel.linear_gelu_fp8, arguments, out, (values, scale))
 
 
 def test_attention_beside_activation(kernel, device):
