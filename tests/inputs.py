@@ -130,6 +130,16 @@ STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
 WRITABLE_LAYOUTS = [name for name in LAYOUTS if name != "expanded"]
 
 
+# Changes of an argument.
+def every_second(tensor):
+    """Of the same shape, with stride 2 in the last dimension."""
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def of_shape(*shape):
+    return lambda tensor: torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
+
+
 # Of each channel's pixels, or each pixel's channels, and of each batch entry as a whole.
 IMAGE_LAYOUTS = [*LAYOUTS, "chunk of the batch", "odd_rows of the batch"]
 

@@ -41,6 +41,8 @@ from inputs import (
     TABLE_ROWS,
     coordinates_and_frequencies,
     dtype_text,
+    every_second,
+    of_shape,
     operation_of,
     optional_tensors,
     parameters_of,
@@ -124,11 +126,6 @@ def all_of(*changes):
     return apply
 
 
-def every_second(tensor):
-    """Of the same shape, with stride 2 in the last dimension."""
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
 def longer(tensor):
     """One more in the last dimension."""
     return torch.cat([tensor, tensor[..., :1]], dim=-1)
@@ -136,10 +133,6 @@ def longer(tensor):
 
 def longer_at(dim):
     return lambda tensor: torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim=dim)
-
-
-def of_shape(*shape):
-    return lambda tensor: torch.ones(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def as_list(tensor):

@@ -1,4 +1,4 @@
-"""quantize_fp8 and linear_fp8."""
+"""quantize_fp8 and linear_fp8, and wrong arguments of these and of the products in test_fp8_products.py."""
 
 import math
 import re
@@ -11,6 +11,7 @@ from checks import (
     MemorySnapshot,
     assert_contract,
     assert_rounded_once,
+    assert_same_bits,
     compiled_outcome,
     have_same_bits,
     map_tensors,
@@ -25,8 +26,10 @@ from inputs import (
     LAYOUTS,
     every_16_bit_dtype,
     every_dtype,
+    every_second,
     fp8_operands,
     normal,
+    of_shape,
     pairwise,
     sample,
 )
@@ -222,6 +225,12 @@ WEIGHT_SCALES = {
     "(1,1)": lambda scale: scale[:1],
 }
 BIASES = {"none": lambda b: None, "T": lambda b: b, "float32": lambda b: b.float() * 1.001}
+PRODUCTS = {
+    "rows": [1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    "in_features": [16, 48, 128, 144, 256, 400, 1024, 4096],
+    "is_blocked": [False, True],
+    "weight_scale": WEIGHT_SCALES,
+}
 
 
 def linear_arguments(
@@ -236,12 +245,9 @@ def linear_arguments(
 
 
 @pairwise(
-    rows=[1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    **PRODUCTS,
     out_features=[1, 7, 8, 64, 65, 130, 256],
-    in_features=[16, 48, 128, 144, 256, 400, 1024, 4096],
-    is_blocked=[False, True],
     dtype=[torch.bfloat16, torch.float16],
-    weight_scale=WEIGHT_SCALES,
     bias=BIASES,
 )
 def test_products(
@@ -259,18 +265,23 @@ def test_one_row_without_leading_dimensions(kernel, device):
     check_linear(kernel, linear_arguments((), 24, 256, True, torch.bfloat16, device))
 
 
+def one_term_of_each_block(rows, out_features, blocks, device):
+    """x and weight, whose products are the sum of one power of two for each block."""
+    x = torch.zeros(rows, blocks, 128, device=device)
+    weight = torch.zeros(out_features, blocks, 128, device=device)
+    for block in range(blocks):
+        x[:, block, 37 * block + 1] = 2**block
+        weight[:, block, 37 * block + 1] = 1
+    return x.flatten(1).to(FP8), weight.flatten(1).to(FP8)
+
+
 @pytest.mark.parametrize("is_blocked", [False, True])
 @every_16_bit_dtype
 def test_each_operand_is_where_it_belongs(kernel, device, is_blocked, dtype):
     """Exact products of small integers, in which each row, column and block has its own scale."""
     rows, out_features, blocks = 70, 90, 3
     arguments = linear_arguments(rows, out_features, 128 * blocks, is_blocked, dtype, device)
-    x = torch.zeros(rows, blocks, 128, device=device)
-    weight = torch.zeros(out_features, blocks, 128, device=device)
-    for block in range(blocks):
-        x[:, block, 37 * block + 1] = 2**block
-        weight[:, block, 37 * block + 1] = 1
-    arguments["x"], arguments["weight"] = x.flatten(1).to(FP8), weight.flatten(1).to(FP8)
+    arguments["x"], arguments["weight"] = one_term_of_each_block(rows, out_features, blocks, device)
     powers = torch.arange(rows * arguments["x_scale"].shape[1], device=device) % 3
     arguments["x_scale"] = (2.0**powers).view_as(arguments["x_scale"])
     arguments["weight_scale"] = 2.0 ** (torch.arange(out_features, device=device) % 4)[:, None]
@@ -334,6 +345,17 @@ def test_equals_scaled_mm(kernel, device):
     torch.testing.assert_close(kernel.linear_fp8(**arguments), expected, rtol=2**-7, atol=1e-3)
 
 
+def check_out(function, arguments, out, expected):
+    """The same bits as new results, and no other write."""
+    memory = MemorySnapshot(tensors_of(arguments, out))
+    results = function(**arguments, out=out)
+    assert all(a is b for a, b in zip(results, out, strict=True))
+    assert_same_bits(results, expected)
+    for tensor in out:
+        memory.allow(tensor)
+    memory.assert_unchanged()
+
+
 # --------------------------------------------------------------------------------------------------
 # Derivatives and tracing
 
@@ -393,28 +415,15 @@ def test_compile(kernel, device, name, is_dynamic):
 # Errors. The valid calls: x (2, 16, 256), weight (40, 256).
 
 
-def of_shape(*shape):
-    return lambda t: torch.ones(shape, dtype=torch.float32, device=t.device).to(t.dtype)
-
-
-def every_second(tensor):
-    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-def misaligned(tensor):
-    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return buffer[1:].view(tensor.shape).copy_(tensor)
-
-
 def to(dtype):
     return lambda tensor: tensor.float().to(dtype)
 
 
-def value(given):
-    return lambda _: given
+def value(constant):
+    return lambda _: constant
 
 
-# The call, its argument, a change of it, and the sentence after "operation: argument must".
+# The call, its argument or an item of one, a change of it, and the sentence after "operation: argument must".
 MISTAKES = [
     ("quantize_fp8", "x", value([1.0]), "be a tensor, got list"),
     ("quantize_fp8", "x", value(None), "be a tensor, got None"),
@@ -458,7 +467,7 @@ MISTAKES = [
     (
         "linear_fp8",
         "x",
-        misaligned,
+        LAYOUTS["misaligned"],
         "be aligned to 16 bytes, got an address that is 1 byte past a multiple of them",
     ),
     ("linear_fp8", "x_scale", value(1.0), "be a tensor, got 1.0"),
@@ -491,7 +500,7 @@ MISTAKES = [
     (
         "linear_fp8",
         "weight",
-        misaligned,
+        LAYOUTS["misaligned"],
         "be aligned to 16 bytes, got an address that is 1 byte past a multiple of them",
     ),
     ("linear_fp8", "weight_scale", to(torch.float16), "be float32, got float16"),
@@ -534,6 +543,74 @@ MISTAKES = [
     ("linear_fp8", "dtype", value(FP8), "be bfloat16 or float16, got float8_e4m3fn"),
     ("linear_fp8", "dtype", value("bfloat16"), "be a torch.dtype, got 'bfloat16'"),
     ("linear_fp8", "dtype", value(None), "be a torch.dtype, got None"),
+    ("linear_gelu_fp8", "x", torch.Tensor.half, "be float8_e4m3fn, got float16"),
+    (
+        "linear_gelu_fp8",
+        "x",
+        lambda x: x[..., :8].contiguous(),
+        "have a last dimension that is a positive multiple of 16, got 8",
+    ),
+    ("linear_gelu_fp8", "weight", torch.Tensor.half, "be float8_e4m3fn, got float16"),
+    ("linear_gelu_fp8", "bias", torch.Tensor.int, "be float32, float16 or bfloat16, got int32"),
+    ("linear_gelu_fp8", "bias", lambda b: b[:39], "have shape (40,), got (39,)"),
+    ("linear_gelu_fp8", "approximate", value("erf"), "be 'none' or 'tanh', got 'erf'"),
+    ("linear_gelu_fp8", "approximate", value(None), "be a string, got None"),
+    ("linears_fp8", "x_scale", torch.Tensor.half, "be float32, got float16"),
+    ("linears_fp8", "weights", lambda w: w[0], "be a tuple or list, got Tensor"),
+    ("linears_fp8", "weights", lambda w: w[:1], "hold 2 or 3 tensors, got 1"),
+    ("linears_fp8", "weights", lambda w: (*w, w[0]), "hold 2 or 3 tensors, got 4"),
+    ("linears_fp8", "weights[0]", value(None), "be a tensor, got None"),
+    ("linears_fp8", "weights[2]", value(None), "be a tensor, got None"),
+    (
+        "linears_fp8",
+        "weights[1]",
+        lambda w: w[:, :240].contiguous(),
+        "have shape (N, 256), got (7, 240)",
+    ),
+    ("linears_fp8", "weights[2]", torch.Tensor.float, "be float8_e4m3fn, got float32"),
+    ("linears_fp8", "weight_scales", value(None), "be a tuple or list, got None"),
+    ("linears_fp8", "weight_scales", lambda s: s[:2], "hold 3 tensors, got 2"),
+    ("linears_fp8", "weight_scales[2]", value(2), "be a tensor, got 2"),
+    ("linears_fp8", "weight_scales[1]", torch.Tensor.half, "be float32, got float16"),
+    ("linears_fp8", "biases", lambda b: b[0], "be a tuple, a list or None, got Tensor"),
+    ("linears_fp8", "biases", lambda b: b[:2], "hold 3 tensors, got 2"),
+    ("linears_fp8", "biases[1]", value(2.0), "be a tensor or None, got 2.0"),
+    ("linears_fp8", "biases[2]", lambda b: b[:3], "have shape (64,), got (3,)"),
+    ("linears_fp8", "dtype", value(torch.float32), "be bfloat16 or float16, got float32"),
+    ("linear_gated_residual_fp8", "residual", value(None), "be a tensor, got None"),
+    (
+        "linear_gated_residual_fp8",
+        "residual",
+        torch.Tensor.float,
+        "be float16 or bfloat16, got float32",
+    ),
+    (
+        "linear_gated_residual_fp8",
+        "residual",
+        lambda r: r[:, :3],
+        "have shape (2, 16, 40), got (2, 3, 40)",
+    ),
+    (
+        "linear_gated_residual_fp8",
+        "residual",
+        every_second,
+        "have stride 1 in its last dimension, got stride 2",
+    ),
+    ("linear_gated_residual_fp8", "x", torch.Tensor.half, "be float8_e4m3fn, got float16"),
+    ("linear_gated_residual_fp8", "gate", value(1.0), "be a tensor or None, got 1.0"),
+    (
+        "linear_gated_residual_fp8",
+        "gate",
+        lambda g: g[..., :39],
+        "broadcast against residual of shape (2, 16, 40) with a last dimension of 40, "
+        "got (2, 1, 39)",
+    ),
+    (
+        "linear_gated_residual_fp8",
+        "gate",
+        torch.Tensor.half,
+        "be float32 or have the dtype of residual (bfloat16), got float16",
+    ),
 ]
 
 
@@ -542,7 +619,12 @@ MISTAKES = [
 )
 def test_mistakes(kernel, device, name, argument, change, must):
     function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
-    arguments[argument] = change(arguments[argument])
+    key, _, index = argument.rstrip("]").partition("[")
+    if index:
+        arguments[key] = list(arguments[key])
+        arguments[key][int(index)] = change(arguments[key][int(index)])
+    else:
+        arguments[key] = change(arguments[key])
     memory = MemorySnapshot(tensors_of(arguments))
     given = outcome(function, arguments)
     memory.assert_unchanged()

@@ -28,7 +28,17 @@ from inputs import (
     several_weights,
     writing_call,
 )
-from test_fp8 import BIASES, FP8, REFUSED, WEIGHT_SCALES, check_linear, linear_arguments
+from test_fp8 import (
+    BIASES,
+    FP8,
+    PRODUCTS,
+    REFUSED,
+    WEIGHT_SCALES,
+    check_linear,
+    check_out,
+    linear_arguments,
+    one_term_of_each_block,
+)
 from test_norm_fp8 import rounded
 
 APPROXIMATIONS = ["none", "tanh"]
@@ -92,11 +102,8 @@ def check_gelu(kernel, arguments):
 
 
 @pairwise(
-    rows=[1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    **PRODUCTS,
     out_features=[1, 7, 16, 100, 127, 128, 129, 136, 256, 300],
-    in_features=[16, 48, 128, 144, 400, 1024, 4096],
-    is_blocked=[False, True],
-    weight_scale=WEIGHT_SCALES,
     bias=GELU_BIASES,
     approximate=APPROXIMATIONS,
 )
@@ -127,16 +134,12 @@ def test_gelu_of_small_values_and_outlier_channels(kernel, device, approximate):
 def test_gelu_is_quantized_exactly(kernel, device, approximate):
     """Of integers from 16 on, where a GELU is the identity. Each row, column and block has its own scale."""
     rows, out_features, blocks = 70, 300, 3
-    x = torch.zeros(rows, blocks, 128, device=device)
-    weight = torch.zeros(out_features, blocks, 128, device=device)
-    for block in range(blocks):
-        x[:, block, 37 * block + 1] = 2**block
-        weight[:, block, 37 * block + 1] = 1
+    x, weight = one_term_of_each_block(rows, out_features, blocks, device)
     column = torch.arange(out_features, device=device)[:, None]
     arguments = {
-        "x": x.flatten(1).to(FP8),
+        "x": x,
         "x_scale": 2.0 ** (torch.arange(rows, device=device) % 3)[:, None],
-        "weight": weight.flatten(1).to(FP8),
+        "weight": weight,
         "weight_scale": 2.0 ** (column % 4),
         "bias": (column.flatten() * 3 + 16).float(),
         "approximate": approximate,
@@ -292,61 +295,6 @@ def test_smoke_of_linears(kernel, device, is_blocked):
     check_linears(kernel, several_weights(one, (136, 1301, 8)))
 
 
-def put(index, value):
-    """A change of one item of a tuple."""
-    return lambda items: (*items[:index], value(items[index]), *items[index + 1 :])
-
-
-LINEARS_MISTAKES = [
-    ("weights", lambda w: w[0], TypeError, "weights must be a tuple or list, got Tensor"),
-    ("weights", lambda w: w[:1], ValueError, "weights must hold 2 or 3 tensors, got 1"),
-    ("weights", lambda w: (*w, w[0]), ValueError, "weights must hold 2 or 3 tensors, got 4"),
-    ("weight_scales", lambda s: None, TypeError, "weight_scales must be a tuple or list, got None"),
-    ("weight_scales", lambda s: s[:2], ValueError, "weight_scales must hold 3 tensors, got 2"),
-    ("biases", lambda b: b[0], TypeError, "biases must be a tuple, a list or None, got Tensor"),
-    ("biases", lambda b: b[:2], ValueError, "biases must hold 3 tensors, got 2"),
-    ("weights", put(0, lambda w: None), TypeError, "weights[0] must be a tensor, got None"),
-    ("weights", put(2, lambda w: None), TypeError, "weights[2] must be a tensor, got None"),
-    ("weight_scales", put(2, lambda w: 2), TypeError, "weight_scales[2] must be a tensor, got 2"),
-    ("biases", put(1, lambda b: 2.0), TypeError, "biases[1] must be a tensor or None, got 2.0"),
-    (
-        "weights",
-        put(1, lambda w: w[:, :240].contiguous()),
-        ValueError,
-        "weights[1] must have shape (N, 256), got (7, 240)",
-    ),
-    (
-        "weights",
-        put(2, torch.Tensor.float),
-        ValueError,
-        "weights[2] must be float8_e4m3fn, got float32",
-    ),
-    (
-        "weight_scales",
-        put(1, torch.Tensor.half),
-        ValueError,
-        "weight_scales[1] must be float32, got float16",
-    ),
-    ("biases", put(2, lambda b: b[:3]), ValueError, "biases[2] must have shape (64,), got (3,)"),
-    (
-        "dtype",
-        lambda d: torch.float32,
-        ValueError,
-        "dtype must be bfloat16 or float16, got float32",
-    ),
-    ("x_scale", torch.Tensor.half, ValueError, "x_scale must be float32, got float16"),
-]
-
-
-@pytest.mark.parametrize(("argument", "change", "kind", "text"), LINEARS_MISTAKES)
-def test_mistakes_of_linears(kernel, device, argument, change, kind, text):
-    function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
-    arguments[argument] = change(arguments[argument])
-    given = outcome(function, arguments)
-    assert given == (kind, f"linears_fp8: {text}")
-    assert compiled_outcome(function, arguments) == given
-
-
 @pytest.mark.parametrize("argument", ["weights", "weight_scales", "biases"])
 @pytest.mark.parametrize("index", range(3))
 def test_no_derivatives_of_linears(kernel, device, argument, index):
@@ -461,82 +409,6 @@ def test_smoke_of_residual(kernel, device, gate, out_features, is_blocked):
     check_residual(kernel, residual_arguments(shape, 400, is_blocked, gate, torch.bfloat16, device))
 
 
-RESIDUAL_MISTAKES = [
-    (
-        "residual",
-        torch.Tensor.float,
-        ValueError,
-        "residual must be float16 or bfloat16, got float32",
-    ),
-    (
-        "residual",
-        lambda r: r[:, :3],
-        ValueError,
-        "residual must have shape (2, 16, 40), got (2, 3, 40)",
-    ),
-    (
-        "residual",
-        lambda r: r.repeat_interleave(2, -1)[..., ::2],
-        ValueError,
-        "residual must have stride 1 in its last dimension, got stride 2",
-    ),
-    ("residual", lambda r: None, TypeError, "residual must be a tensor, got None"),
-    (
-        "gate",
-        lambda g: g[..., :39],
-        ValueError,
-        "gate must broadcast against residual of shape (2, 16, 40) with a last dimension of 40, "
-        "got (2, 1, 39)",
-    ),
-    (
-        "gate",
-        torch.Tensor.half,
-        ValueError,
-        "gate must be float32 or have the dtype of residual (bfloat16), got float16",
-    ),
-    ("gate", lambda g: 1.0, TypeError, "gate must be a tensor or None, got 1.0"),
-    ("x", torch.Tensor.half, ValueError, "x must be float8_e4m3fn, got float16"),
-]
-
-
-@pytest.mark.parametrize(("argument", "change", "kind", "text"), RESIDUAL_MISTAKES)
-def test_mistakes_of_residual(kernel, device, argument, change, kind, text):
-    name = "linear_gated_residual_fp8"
-    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
-    arguments[argument] = change(arguments[argument])
-    given = outcome(function, arguments)
-    assert given == (kind, f"{name}: {text}")
-    assert compiled_outcome(function, arguments) == given
-
-
-# --------------------------------------------------------------------------------------------------
-# Mistakes of linear_gelu_fp8 that linear_fp8 does not have
-
-GELU_MISTAKES = [
-    ("bias", torch.Tensor.int, ValueError, "bias must be float32, float16 or bfloat16, got int32"),
-    ("bias", lambda b: b[:39], ValueError, "bias must have shape (40,), got (39,)"),
-    ("approximate", lambda a: "erf", ValueError, "approximate must be 'none' or 'tanh', got 'erf'"),
-    ("approximate", lambda a: None, TypeError, "approximate must be a string, got None"),
-    ("weight", torch.Tensor.half, ValueError, "weight must be float8_e4m3fn, got float16"),
-    ("x", torch.Tensor.half, ValueError, "x must be float8_e4m3fn, got float16"),
-    (
-        "x",
-        lambda x: x[..., :8].contiguous(),
-        ValueError,
-        "x must have a last dimension that is a positive multiple of 16, got 8",
-    ),
-]
-
-
-@pytest.mark.parametrize(("argument", "change", "kind", "text"), GELU_MISTAKES)
-def test_mistakes_of_gelu(kernel, device, argument, change, kind, text):
-    function, arguments = sample(kernel, "linear_gelu_fp8", dtype=torch.bfloat16, device=device)
-    arguments[argument] = change(arguments[argument])
-    given = outcome(function, arguments)
-    assert given == (kind, f"linear_gelu_fp8: {text}")
-    assert compiled_outcome(function, arguments) == given
-
-
 # --------------------------------------------------------------------------------------------------
 # Results in the caller's memory
 
@@ -557,14 +429,8 @@ def test_out(kernel, device, name, layout, scale_layout, shape):
     expected = function(**arguments)
     values, scale = (torch.full_like(t, math.nan) for t in expected)
     out = LAYOUTS[layout](values), LAYOUTS[scale_layout](scale)
-    memory = MemorySnapshot(tensors_of(arguments, out))
     versions = [t._version for t in out]
-    results = function(**arguments, out=out)
-    assert all(a is b for a, b in zip(results, out, strict=True))
-    assert_same_bits(results, expected)
-    for tensor in out:
-        memory.allow(tensor)
-    memory.assert_unchanged()
+    check_out(function, arguments, out, expected)
     assert [t._version for t in out] == [version + 1 for version in versions]
 
 
@@ -578,12 +444,7 @@ def test_out_of_rows_with_any_alignment(kernel, device, out_features, offset):
         wide = torch.zeros(2, 70, width, device=device).to(FP8)
         scales = torch.zeros(2, 70, 9, device=device)
         out = wide[..., offset : offset + out_features], scales[..., 2 : 2 + scale.shape[-1]]
-        memory = MemorySnapshot(out)
-        kernel.linear_gelu_fp8(**arguments, out=out)
-        assert_same_bits(out, (values, scale))
-        for tensor in out:
-            memory.allow(tensor)
-        memory.assert_unchanged()
+        check_out(kernel.linear_gelu_fp8, arguments, out, (values, scale))
 
 
 def test_attention_beside_activation(kernel, device):

@@ -88,7 +88,7 @@ def assert_close(out, expected, slack=0.06):
 
 
 @every_family
-@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+@either_order
 def test_every_layer(kernel, device, family, is_injected_first):
     """Every quantized layer of the blocks runs on the kernels, whether it is quantized before or after."""
     model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
@@ -254,7 +254,7 @@ def test_layer_of_checkpoint(kernel, device, changed):
 
 
 @pytest.mark.parametrize("name", ["pixart", "prx", "cogview4", "unet"])
-@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+@either_order
 def test_in_part(kernel, device, name, is_injected_first):
     """Modules call layers there, which have stand-ins if they were quantized before."""
     small = BY_NAME[name]
@@ -574,7 +574,7 @@ def adapted(model, adapters, family=LTX):
 
 
 @every_family
-@pytest.mark.parametrize("is_injected_first", [False, True], ids=["adapted", "injected"])
+@either_order
 def test_lora(kernel, device, family, is_injected_first):
     model, arguments, count = prepared(family, device)
     eager = fp8_models.eager
@@ -634,7 +634,7 @@ def test_offloading(kernel, device, kind, is_injected_first):
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("is_injected_first", [False, True], ids=["quantized", "injected"])
+@either_order
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
 def test_compiled(kernel, device, family, backend, is_injected_first):
     model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)

@@ -16,6 +16,7 @@ from inputs import (
     WITH_OUT,
     WRITABLE_LAYOUTS,
     coordinates_and_frequencies,
+    every_second,
     narrowed,
     normal,
     pairwise,
@@ -26,7 +27,6 @@ from inputs import (
 from test_errors import (
     OUT_FIELDS,
     assert_refused,
-    every_second,
     longer,
     refused_unchanged,
     replace,

@@ -35,12 +35,10 @@ from .operators import (
     kernel_call,
     number,
     plain_call,
-    plain_writing_call,
     refuse_type,
     required,
     scale_number,
     shown,
-    writing_call,
 )
 
 _LAYOUTS = {"interleaved": formulas.INTERLEAVED, "half": formulas.HALF}
@@ -54,6 +52,7 @@ _APPROXIMATIONS = {"none": False, "tanh": True}
 _HALVES = {"second": False, "first": True}
 _ACTIVATIONS = {"none": False, "silu": True}
 _FP8_BLOCK_SIZE = 128
+_OUT_GIVEN = ("out", "None", "a tensor")  # to refuse out where an input may be differentiated
 
 
 # --------------------------------------------------------------------------------------------------
@@ -748,7 +747,7 @@ _qk_norm_rope = kernel_call("qk_norm_rope", "qk_norm_rope", formulas.qk_norm_rop
 _qk_norm_two_ropes = kernel_call(
     "qk_norm_rope", "qk_norm_rope_out", formulas.qk_norm_two_ropes, _qk_norm_two_ropes_kernel
 )
-_qk_norm_rope_out = writing_call("qk_norm_rope", "qk_norm_rope_out")
+_qk_norm_rope_out = plain_call("qk_norm_rope", "qk_norm_rope_out")
 
 
 def qk_norm_rope(
@@ -839,7 +838,8 @@ def qk_norm_rope(
     else:
         outputs, refused = _outputs(inplace, v, out), ("out", "None", shown(out))
     q_out, k_out, v_out = (*outputs, None)[:3]
-    _qk_norm_rope_out(outputs, refused, q, k, v, *arguments, q_out, k_out, v_out, inplace)
+    arguments = q, k, v, *arguments, q_out, k_out, v_out, inplace
+    _qk_norm_rope_out(*arguments, written=outputs, refused=refused)
     return outputs
 
 
@@ -946,7 +946,7 @@ _gelu, _silu, _geglu, _swiglu = (
     for operation in ("gelu", "silu", "geglu", "swiglu")
 )
 _gelu_out, _silu_out, _geglu_out, _swiglu_out = (
-    writing_call(operation, "activation_out") for operation in ("gelu", "silu", "geglu", "swiglu")
+    plain_call(operation, "activation_out") for operation in ("gelu", "silu", "geglu", "swiglu")
 )
 
 
@@ -971,7 +971,7 @@ def gelu(
     tanh = choice("gelu", "approximate", approximate, _APPROXIMATIONS)
     if out is None:
         return _gelu(x, bias, False, False, tanh, False)
-    _gelu_out((out,), ("out", "None", "a tensor"), x, bias, False, False, tanh, False, out)
+    _gelu_out(x, bias, False, False, tanh, False, out, written=(out,), refused=_OUT_GIVEN)
     return out
 
 
@@ -987,7 +987,7 @@ def silu(x: Tensor, bias: Optional[Tensor] = None, *, out: Optional[Tensor] = No
     """
     if out is None:
         return _silu(x, bias, True, False, False, False)
-    _silu_out((out,), ("out", "None", "a tensor"), x, bias, True, False, False, False, out)
+    _silu_out(x, bias, True, False, False, False, out, written=(out,), refused=_OUT_GIVEN)
     return out
 
 
@@ -1017,7 +1017,7 @@ def geglu(
     first = choice("geglu", "activated", activated, _HALVES)
     if out is None:
         return _geglu(x, bias, False, True, tanh, first)
-    _geglu_out((out,), ("out", "None", "a tensor"), x, bias, False, True, tanh, first, out)
+    _geglu_out(x, bias, False, True, tanh, first, out, written=(out,), refused=_OUT_GIVEN)
     return out
 
 
@@ -1045,14 +1045,14 @@ def swiglu(
     first = choice("swiglu", "activated", activated, _HALVES)
     if out is None:
         return _swiglu(x, bias, True, True, False, first)
-    _swiglu_out((out,), ("out", "None", "a tensor"), x, bias, True, True, False, first, out)
+    _swiglu_out(x, bias, True, True, False, first, out, written=(out,), refused=_OUT_GIVEN)
     return out
 
 
 _gelu_fp8, _geglu_fp8, _swiglu_fp8 = (
     plain_call(operation, "activation_fp8") for operation in ("gelu_fp8", "geglu_fp8", "swiglu_fp8")
 )
-_swiglu_fp8_out = plain_writing_call("swiglu_fp8", "activation_fp8_out")
+_swiglu_fp8_out = plain_call("swiglu_fp8", "activation_fp8_out")
 
 
 def gelu_fp8(
@@ -1109,7 +1109,7 @@ def swiglu_fp8(
     if out is None:
         return _swiglu_fp8(*arguments)
     out = _fp8_out("swiglu_fp8", out)
-    _swiglu_fp8_out(out, *arguments)
+    _swiglu_fp8_out(*arguments, *out, written=out)
     return out
 
 
@@ -1135,7 +1135,7 @@ def _activation_out_fake(x, *_):
 
 _softmax = kernel_call("softmax", "softmax", formulas.softmax)
 _attention = kernel_call("attention", "attention", formulas.attention)
-_attention_out = writing_call("attention", "attention_out")
+_attention_out = plain_call("attention", "attention_out")
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -1202,7 +1202,7 @@ def attention(
     if out is None:
         return _attention(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
     arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend, out
-    _attention_out((out,), ("out", "None", "a tensor"), *arguments)
+    _attention_out(*arguments, written=(out,), refused=_OUT_GIVEN)
     return out
 
 
@@ -1236,7 +1236,7 @@ _quantize_fp8, _linear_fp8, _linears_fp8, _linear_gelu_fp8, _linear_gated_residu
     )
 )
 _quantize_fp8_out, _linear_gelu_fp8_out = (
-    plain_writing_call(name, f"{name}_out") for name in ("quantize_fp8", "linear_gelu_fp8")
+    plain_call(name, f"{name}_out") for name in ("quantize_fp8", "linear_gelu_fp8")
 )
 
 
@@ -1267,7 +1267,7 @@ def quantize_fp8(
     if out is None:
         return _quantize_fp8(x, is_blocked)
     out = _fp8_out("quantize_fp8", out)
-    _quantize_fp8_out(out, x, is_blocked)
+    _quantize_fp8_out(x, is_blocked, *out, written=out)
     return out
 
 
@@ -1372,7 +1372,7 @@ def linear_gelu_fp8(
     if out is None:
         return _linear_gelu_fp8(*arguments)
     out = _fp8_out("linear_gelu_fp8", out)
-    _linear_gelu_fp8_out(out, *arguments)
+    _linear_gelu_fp8_out(*arguments, *out, written=out)
     return out
 
 

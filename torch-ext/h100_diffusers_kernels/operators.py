@@ -116,16 +116,19 @@ def is_plain(tensor: Optional[Tensor]) -> bool:
     return tensor is None or cls in PLAIN_TYPES or cls.__module__.startswith("torch._subclasses.")
 
 
-def _check_layout(operation: str, name: str, tensor: Tensor) -> None:
-    if tensor.is_nested:
-        given = "a nested one"
-    elif tensor.layout is not torch.strided:
-        given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
-    elif tensor.is_quantized:
-        given = f"a quantized one of {str(tensor.dtype).replace('torch.', '')}"
-    else:
-        return
-    fail(operation, f"{name} must be a strided tensor, got {given}")
+def _check_layouts(operation: str, parameters: list, arguments: tuple) -> None:
+    for (name, *_), tensor in zip(parameters, arguments):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_nested:
+            given = "a nested one"
+        elif tensor.layout is not torch.strided:
+            given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
+        elif tensor.is_quantized:
+            given = f"a quantized one of {str(tensor.dtype).replace('torch.', '')}"
+        else:
+            continue
+        fail(operation, f"{name} must be a strided tensor, got {given}")
 
 
 def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
@@ -153,17 +156,15 @@ def required(*tensors: Optional[Tensor]) -> None:
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
     """Raises a one-sentence error for a failed call, or the original error. Called while it is handled."""
     _check_types(operation, parameters, arguments)
-    tensors = [(p[0], v) for p, v in zip(parameters, arguments) if isinstance(v, Tensor)]
-    for name, tensor in tensors:
-        _check_layout(operation, name, tensor)
+    _check_layouts(operation, parameters, arguments)
     no_memory = _NO_MEMORY.match(str(error))
     if no_memory:
         _raise_out_of_memory(error, *no_memory.groups())
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         # Raised by other libraries' tensor classes for unknown operators.
-        for name, tensor in tensors:
-            if not is_plain(tensor):
-                refuse_type(operation, name, "a plain tensor", tensor)
+        for (name, *_), value in zip(parameters, arguments):
+            if isinstance(value, Tensor) and not is_plain(value):
+                refuse_type(operation, name, "a plain tensor", value)
     raise error
 
 
@@ -298,84 +299,48 @@ def kernel_call(
 
 
 def plain_call(operation: str, name: str) -> Callable:
-    """The function that calls an operator without derivatives.
+    """The function that calls an operator without derivatives. It raises if an input may be differentiated.
 
-    It raises if an input may be differentiated.
+    The function takes the operator's arguments and two named ones. ``written`` holds the arguments that the
+    operator writes. ``refused`` describes the error where the operation has derivatives unless it writes: the
+    argument that requests writing, its accepted value and the given value.
     """
     overload = getattr(ops, name).default
     parameters = _parameters(overload._schema)
     untraced = overload._op
 
-    def call(*arguments):
+    def call(*arguments, written: tuple = (), refused: Optional[tuple[str, str, str]] = None):
         # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
-        _refuse_derivatives(operation, parameters, arguments)
+        if is_differentiated(*arguments):
+            _refuse_derivatives(operation, parameters, arguments, refused)
         try:
             if _is_compiling():
                 _check_types(operation, parameters, arguments)
                 return overload(*arguments)
-            return untraced(*arguments)
+            results = untraced(*arguments)
+            # Autograd then detects a backward that needs the overwritten values.
+            if written:
+                torch.autograd.graph.increment_version(written)
+            return results
         except _ERRORS as error:
             _explain(operation, parameters, arguments, error)
 
     return call
 
 
-def _refuse_derivatives(operation: str, parameters: list, arguments: tuple) -> None:
-    if is_differentiated(*arguments):
-        _check_types(operation, parameters, arguments)
+def _refuse_derivatives(
+    operation: str, parameters: list, arguments: tuple, refused: Optional[tuple[str, str, str]]
+) -> NoReturn:
+    _check_types(operation, parameters, arguments)
+    if refused is None:
         argument = _differentiated_name(parameters, arguments)
         fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
+    _check_layouts(operation, parameters, arguments)
+    argument, accepted, given = refused
+    fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
 
 
 def _differentiated_name(parameters: list, arguments: tuple) -> str:
     """The first tensor that requires grad, otherwise the first tensor: a transform may be of any."""
     names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
     return names[0] if names else parameters[0][0]
-
-
-def plain_writing_call(operation: str, name: str) -> Callable:
-    """The function ``call(written, *arguments)``, which calls an operator without derivatives that writes
-    ``written``, its last arguments."""
-    overload = getattr(ops, name).default
-    parameters = _parameters(overload._schema)
-
-    def call(written: tuple, *arguments):
-        arguments = (*arguments, *written)
-        _refuse_derivatives(operation, parameters, arguments)
-        try:
-            if _is_compiling():
-                _check_types(operation, parameters, arguments)
-            overload(*arguments)
-            if not _is_compiling():
-                torch.autograd.graph.increment_version(written)
-        except _ERRORS as error:
-            _explain(operation, parameters, arguments, error)
-
-    return call
-
-
-def writing_call(operation: str, name: str) -> Callable:
-    """The function ``call(written, refused, *arguments)``, which calls an operator that writes ``written``.
-
-    It raises if an input may be differentiated. ``refused`` describes the error: the argument that requests
-    writing, its accepted value and the given value.
-    """
-    overload = getattr(ops, name).default
-    parameters = _parameters(overload._schema)
-
-    def call(written: tuple, refused: tuple[str, str, str], *arguments):
-        try:
-            is_refused = is_differentiated(*arguments)
-            if is_refused or _is_compiling():
-                _check_types(operation, parameters, arguments)
-            if is_refused:
-                argument, accepted, given = refused
-                fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
-            overload(*arguments)
-            # Autograd then detects a backward that needs the overwritten values.
-            if not _is_compiling():
-                torch.autograd.graph.increment_version(written)
-        except _ERRORS as error:
-            _explain(operation, parameters, arguments, error)
-
-    return call

@@ -383,6 +383,8 @@ gated_feed_forward_weights = partial(_weights_of_part, PatchSpec)
 # ``blocks.Prologue.weights_for`` before ``block.attn``: of the image or the only stream, and of the text.
 image_weights = partial(attention_weights, "attn", QUERY_KEY_VALUE)
 text_weights = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
+# The same before ``block.attn1``.
+attn1_weights = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
 
 
 def single_block_weights(block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
-    QUERY_KEY_VALUE,
     ROTATED_ATTENTION,
     AttentionSpec,
     Stream,
     attend_to_all,
-    attention_weights,
+    attn1_weights,
     inputs_taken,
     project_out,
 )
@@ -93,9 +92,6 @@ def _prologues(
     )
 
 
-_attention_weights = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
-
-
 def _feed_forward_weights(block: Any, x: Tensor) -> Any:
     module = block._modules["ff"]
     return feed_forward_weights(module, x) if _runs_twice(module, x) else None
@@ -106,7 +102,7 @@ def _makers() -> tuple:
     made: list = []
 
     def video(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-        made[:] = _prologues(call, block, "norm1", ahead, temb, _attention_weights)
+        made[:] = _prologues(call, block, "norm1", ahead, temb, attn1_weights)
         return made[0]
 
     return video, lambda *_: made[1]
@@ -132,7 +128,7 @@ def _block_forward(
         return call.refuse(x, c, temb)
     begun = take_over(call, self, (x, c, temb))
     if begun is None:
-        first, second = _prologues(call, self, "norm1", None, temb, _attention_weights)
+        first, second = _prologues(call, self, "norm1", None, temb, attn1_weights)
         begun = (first(x), second(c)) if first else _own_norm(self, "norm1", x, c, temb)
     ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
     more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}

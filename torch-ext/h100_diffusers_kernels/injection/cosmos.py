@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 from ..conditions import kernels_take
 from .attention import (
-    QUERY_KEY_VALUE,
     ROTATED_ATTENTION,
     AttentionSpec,
     attend,
     attention_weights,
+    attn1_weights,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -93,7 +93,7 @@ def _feed_forward_weights(block: Any, x: Tensor) -> Any:
 
 
 _NORMS = {
-    "norm1": partial(attention_weights, "attn1", QUERY_KEY_VALUE),
+    "norm1": attn1_weights,
     "norm2": _query_weights,
     "norm3": _feed_forward_weights,
 }

@@ -23,10 +23,9 @@ from torch import Tensor
 from ..conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..functional import CoordinateRope
 from .attention import (
-    QUERY_KEY_VALUE,
     AttentionSpec,
     attend,
-    attention_weights,
+    attn1_weights,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -45,8 +44,7 @@ _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_weights_for = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
-_PROLOGUES = (partial(table_prologue, weights_for=_weights_for),)
+_PROLOGUES = (partial(table_prologue, weights_for=attn1_weights),)
 
 
 def _block_forward(

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
-    QUERY_KEY_VALUE,
     AttentionSpec,
     attend_jointly,
-    attention_weights,
+    attn1_weights,
     inputs_taken,
     project,
     project_out,
@@ -62,9 +61,7 @@ def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> 
 # text. Attention puts the valid text first, which is simpler with a tensor.
 _prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=True)
 _PROLOGUES = (
-    partial(
-        _prologue, name="norm1", weights_for=partial(attention_weights, "attn1", QUERY_KEY_VALUE)
-    ),
+    partial(_prologue, name="norm1", weights_for=attn1_weights),
     partial(_prologue, name="norm1_context"),
 )
 

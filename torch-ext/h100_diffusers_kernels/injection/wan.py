@@ -26,6 +26,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attention_weights,
+    attn1_weights,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -56,9 +57,7 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_prologue = partial(
-    table_prologue, upcasts=True, weights_for=partial(attention_weights, "attn1", QUERY_KEY_VALUE)
-)
+_prologue = partial(table_prologue, upcasts=True, weights_for=attn1_weights)
 _BY_TOKEN = (partial(_prologue, by_row=_by_token),)
 _BY_TOKEN_LAST = (partial(_prologue, by_row=_by_token_last),)
 
