@@ -115,8 +115,7 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467.
     """
-    if type(eps) is not float:
-        eps = number("rms_norm", "eps", eps)
+    eps = number("rms_norm", "eps", eps)
     return _rms_norm(x, False, weight, None, None, None, eps)
 
 
@@ -132,8 +131,7 @@ def layer_norm(
 
     Source: Ba et al., 2016, https://arxiv.org/abs/1607.06450.
     """
-    if type(eps) is not float:
-        eps = number("layer_norm", "eps", eps)
+    eps = number("layer_norm", "eps", eps)
     return _layer_norm(x, True, weight, bias, None, None, eps)
 
 
@@ -164,8 +162,7 @@ def rms_norm_modulate(
     """
     if scale is None:
         refuse_type("rms_norm_modulate", "scale", "a tensor", scale)
-    if type(eps) is not float:
-        eps = number("rms_norm_modulate", "eps", eps)
+    eps = number("rms_norm_modulate", "eps", eps)
     if type(scale) is tuple or type(shift) is tuple or index is not None:
         scale, shift, *rows = _split("rms_norm_modulate", scale=scale, shift=shift)
         return _rms_norm_modulate(x, False, weight, None, scale, shift, eps, *rows, index)
@@ -196,8 +193,7 @@ def layer_norm_modulate(
     """
     if scale is None:
         refuse_type("layer_norm_modulate", "scale", "a tensor", scale)
-    if type(eps) is not float:
-        eps = number("layer_norm_modulate", "eps", eps)
+    eps = number("layer_norm_modulate", "eps", eps)
     if type(scale) is tuple or type(shift) is tuple or index is not None:
         scale, shift, *rows = _split("layer_norm_modulate", scale=scale, shift=shift)
         return _layer_norm_modulate(x, True, weight, bias, scale, shift, eps, *rows, index)
@@ -229,8 +225,7 @@ def layer_norm_modulate_pair(
     Source: Peebles and Xie, 2022 (adaLN), https://arxiv.org/abs/2212.09748, with one norm for two
     attentions as in Stable Diffusion 3.5 (``SD35AdaLayerNormZeroX`` of diffusers).
     """
-    if type(eps) is not float:
-        eps = number("layer_norm_modulate_pair", "eps", eps)
+    eps = number("layer_norm_modulate_pair", "eps", eps)
     return _layer_norm_modulate_pair(x, scale, shift, second_scale, second_shift, weight, bias, eps)
 
 
@@ -302,8 +297,7 @@ def gated_residual_rms_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if type(eps) is not float:
-        eps = number("gated_residual_rms_norm_modulate", "eps", eps)
+    eps = number("gated_residual_rms_norm_modulate", "eps", eps)
     arguments = (residual, x, False, gate, scale, shift, weight, None, eps)
     if (
         addend is None
@@ -353,8 +347,7 @@ def gated_residual_layer_norm_modulate(
     Returns:
         ``(h, modulated)``, each ``(..., D)``, T.
     """
-    if type(eps) is not float:
-        eps = number("gated_residual_layer_norm_modulate", "eps", eps)
+    eps = number("gated_residual_layer_norm_modulate", "eps", eps)
     arguments = (residual, x, True, gate, scale, shift, weight, bias, eps)
     if (
         addend is None
@@ -398,8 +391,7 @@ def gated_residual_layer_norm_modulate_pair(
     Returns:
         ``(h, modulated, second_modulated)``, each ``(..., D)``, T.
     """
-    if type(eps) is not float:
-        eps = number("gated_residual_layer_norm_modulate_pair", "eps", eps)
+    eps = number("gated_residual_layer_norm_modulate_pair", "eps", eps)
     return _gated_residual_layer_norm_modulate_pair(
         residual, x, gate, scale, shift, second_scale, second_shift, weight, bias, eps
     )
@@ -626,8 +618,7 @@ def group_norm(
     """
     if type(num_groups) is not int or not 0 < num_groups <= MAX_INTEGER:
         num_groups = count("group_norm", "num_groups", num_groups)
-    if type(eps) is not float:
-        eps = number("group_norm", "eps", eps)
+    eps = number("group_norm", "eps", eps)
     silu = choice("group_norm", "activation", activation, _ACTIVATIONS)
     return _group_norm(x, num_groups, weight, bias, eps, channel_bias, silu)
 
@@ -669,8 +660,7 @@ def channel_rms_norm(
     Source: Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467, over channels as in the decoders of
     Wan (``WanRMS_norm`` of diffusers) and LTX-Video, https://arxiv.org/abs/2501.00103.
     """
-    if type(eps) is not float:
-        eps = number("channel_rms_norm", "eps", eps)
+    eps = number("channel_rms_norm", "eps", eps)
     silu = choice("channel_rms_norm", "activation", activation, _ACTIVATIONS)
     return _channel_rms_norm(x, weight, bias, scale, shift, eps, silu)
 
@@ -812,8 +802,7 @@ def qk_norm_rope(
     """
     if type(heads) is not int or not 0 < heads <= MAX_INTEGER:
         heads = count("qk_norm_rope", "heads", heads)
-    if type(eps) is not float:
-        eps = number("qk_norm_rope", "eps", eps)
+    eps = number("qk_norm_rope", "eps", eps)
     try:
         options = heads, _NORM_SCOPES[norm], _LAYOUTS[layout], eps
     except (KeyError, TypeError):

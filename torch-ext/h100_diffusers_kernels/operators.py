@@ -70,7 +70,7 @@ def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoRe
 
 
 def number(operation: str, name: str, value: Any, accepted: str = "a number") -> Any:
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+    if type(value) is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         refuse_type(operation, name, accepted, value)
