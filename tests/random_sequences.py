@@ -800,7 +800,8 @@ class Twins:
             finally:
                 if self.graphs:
                     self.watch.interrupt = None
-                seen[is_tested], random_states[is_tested] = self.seen, torch.get_rng_state()
+                if is_tested or model is self.plain:  # the float32 model may raise alone
+                    seen[is_tested], random_states[is_tested] = self.seen, torch.get_rng_state()
 
         self.forwards += 1
         is_gradient = mode in ("backward", "jvp")

@@ -94,6 +94,18 @@ def test_both_raise_the_same_or_it_is_a_difference():
             twins.apply(lambda model: 1 // (model is twins.tested))
 
 
+def test_hooks_of_a_float32_model_that_raises_alone_do_not_count(device):
+    """A copy with layerwise casting runs the forwards of the original, whose weights are in FP8. Autocast
+    converts them for the others, and is off for the float32 model."""
+    with Twins("ltx", dtype="bfloat16", device=device) as twins:
+        twins.inject()
+        twins.layerwise_casting()
+        twins.deepcopy()
+        twins.global_hook(cls=None)
+        twins.forward(mode="autocast")
+        assert "float32" not in twins.models
+
+
 def test_stale_graphs_are_found(kernel, device, monkeypatch):
     fingerprint = module_of(kernel, "model_fingerprint").Fingerprint
     monkeypatch.setattr(fingerprint, "change", lambda self, model: None)
