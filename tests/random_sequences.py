@@ -1253,9 +1253,10 @@ class Twins:
         gc.collect()  # models that were copied, which frames of errors may hold
         weights = {name: weakref.ref(next(m.parameters())) for name, m in self.models.items()}
         self.models.clear()
+        # A backward that raises leaves nodes in PyTorch's queue, with their parameters, until the next one.
+        torch.zeros((), requires_grad=True).backward()
         tested, plain = weights["tested"]() is not None, weights["plain"]() is not None
-        # In FP8 a hook keeps the tested model alive without an injection, too.
-        if tested and not plain and not self.fp8:
+        if tested and not plain:
             raise Difference("the tested model outlives its last reference, the plain one does not")
         # A wrapper around a forward, shared with a copy of the model, keeps graphs alive.
         if self.graphs and not plain and self.watch.captured and not self.shares_forwards:

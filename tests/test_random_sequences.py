@@ -180,6 +180,26 @@ def test_faults_of_one_fp8_layer_are_found(kernel, device, monkeypatch, fault):
             twins.forward(seed=1)
 
 
+def test_a_model_that_outlives_its_last_reference_is_found(device):
+    with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
+        twins.quantize_fp8()
+        twins.inject()
+        twins.forward()
+        kept = twins.tested  # noqa: F841
+        with pytest.raises(Difference, match="outlives its last reference"):
+            twins.free()
+
+
+def test_a_backward_that_raises_keeps_no_model(device):
+    """A hook changes values that were saved for it."""
+    with Twins("unet", device=device) as twins:
+        block = "up_blocks.0.attentions.0.transformer_blocks.0"
+        twins.hook(module=block, kind="keyword", way="in place")
+        twins.forward(mode="backward")
+        assert twins.counts["calls that raise"] == 1
+        twins.free()
+
+
 # ------------------------------------------------------------------------------------------------
 # Modes and forms
 
