@@ -800,7 +800,8 @@ class Twins:
             finally:
                 if self.graphs:
                     self.watch.interrupt = None
-                seen[is_tested], random_states[is_tested] = self.seen, torch.get_rng_state()
+                if is_tested or model is self.plain:  # the float32 model may raise alone
+                    seen[is_tested], random_states[is_tested] = self.seen, torch.get_rng_state()
 
         self.forwards += 1
         is_gradient = mode in ("backward", "jvp")
@@ -1252,9 +1253,10 @@ class Twins:
         gc.collect()  # models that were copied, which frames of errors may hold
         weights = {name: weakref.ref(next(m.parameters())) for name, m in self.models.items()}
         self.models.clear()
+        # A backward that raises leaves nodes in PyTorch's queue, with their parameters, until the next one.
+        torch.zeros((), requires_grad=True).backward()
         tested, plain = weights["tested"]() is not None, weights["plain"]() is not None
-        # In FP8 a hook keeps the tested model alive without an injection, too.
-        if tested and not plain and not self.fp8:
+        if tested and not plain:
             raise Difference("the tested model outlives its last reference, the plain one does not")
         # A wrapper around a forward, shared with a copy of the model, keeps graphs alive.
         if self.graphs and not plain and self.watch.captured and not self.shares_forwards:

@@ -1,12 +1,15 @@
 """Users' own modules in a model, added before or after injection."""
 
+import functools
+
 import pytest
 import torch
 from diffusers.models.transformers import transformer_ltx
 from torch import nn
 
-from families import FAMILIES
+from families import FAMILIES, every_family
 from family import KERNEL_HEADS
+from family import run as family_run
 from injected_pairs import assert_alike, assert_same_outcome, injected, pair, reasons_of
 from ltx_models import either_order, inputs, kernel_calls, run, transformer
 
@@ -87,6 +90,72 @@ def test_a_layer_norm_where_the_model_computes_in_float32(kernel, device, place,
     assert isinstance(expected, str) == (dtype == torch.bfloat16)
     if not isinstance(expected, str):
         assert "gated_residual_layer_norm_modulate" in kernel_calls(run, model, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_layer_norms_of_float32_queries_and_keys(kernel, device, dtype):
+    """As in the test above."""
+    family = FAMILIES["flux3"]
+    arguments = family.inputs(device, torch.bfloat16)
+    plain = family.model(device, torch.bfloat16, **KERNEL_HEADS)
+
+    def change(model):
+        for name in ("norm_q", "norm_k"):
+            norm = nn.LayerNorm(KERNEL_HEADS["head_dim"], device=device, dtype=dtype)
+            setattr(family.part(model, "attention"), name, norm)
+
+    model, plain, _ = injected(kernel, plain, change)
+    expected = assert_same_outcome(model, plain, **arguments, return_dict=False, slack=0.03)
+    assert isinstance(expected, str) == (dtype == torch.bfloat16)
+
+
+KREA2_PLACES = (
+    *("text_fusion.refiner_blocks.0.norm1", "text_fusion.refiner_blocks.1.norm2"),
+    *("transformer_blocks.0.norm1", "transformer_blocks.1.norm1", "transformer_blocks.1.norm2"),
+    *("transformer_blocks.0.attn.norm_q", "transformer_blocks.0.attn.norm_k", "final_layer.norm"),
+)
+
+
+@pytest.mark.parametrize("path", KREA2_PLACES)
+def test_a_layer_norm_where_only_the_norm_computes_in_float32(kernel, device, path):
+    """Krea 2 calls it with hidden states in bfloat16, so its weight may be in bfloat16."""
+    family = FAMILIES["krea2"]
+    arguments = family.inputs(device, torch.bfloat16)
+    plain = family.model(device, torch.bfloat16, **KERNEL_HEADS)
+    unlike = family_run(plain, arguments)
+
+    def layer_norm(norm):
+        made = nn.LayerNorm(norm.dim, dtype=torch.bfloat16)
+        nn.init.constant_(made.weight, 0.5)
+        nn.init.constant_(made.bias, 2.0)
+        return made
+
+    model, plain, _ = injected(kernel, plain, putting(path, layer_norm))
+    assert_alike(model, plain, arguments, unlike=unlike, forward=family_run, changed=0.03)
+
+
+@every_family
+def test_a_norm_that_the_kernels_do_not_know_is_called_as_in_the_model(kernel, device, family):
+    """With hidden states in the same dtype."""
+    seen = {}
+
+    def change(model):
+        dtypes = seen[model] = set()
+        for name, module in model.named_modules():
+            if "Norm" in type(module).__name__:
+                record = functools.partial(record_dtypes, dtypes, name)
+                module.register_forward_pre_hook(record, with_kwargs=True)
+
+    plain = family.model(device, torch.bfloat16, **KERNEL_HEADS)
+    model, plain, _ = injected(kernel, plain, change)
+    arguments = family.inputs(device, torch.bfloat16)
+    assert_alike(model, plain, arguments, forward=family_run, slack=0.03)
+    assert seen[model] == seen[plain] != set()
+
+
+def record_dtypes(dtypes, name, module, args, kwargs):
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    dtypes.add((name, *[tensor.dtype for tensor in tensors]))
 
 
 # ------------------------------------------------------------------------------------------------

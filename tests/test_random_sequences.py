@@ -94,6 +94,18 @@ def test_both_raise_the_same_or_it_is_a_difference():
             twins.apply(lambda model: 1 // (model is twins.tested))
 
 
+def test_hooks_of_a_float32_model_that_raises_alone_do_not_count(device):
+    """A copy with layerwise casting runs the forwards of the original, whose weights are in FP8. Autocast
+    converts them for the others, and is off for the float32 model."""
+    with Twins("ltx", dtype="bfloat16", device=device) as twins:
+        twins.inject()
+        twins.layerwise_casting()
+        twins.deepcopy()
+        twins.global_hook(cls=None)
+        twins.forward(mode="autocast")
+        assert "float32" not in twins.models
+
+
 def test_stale_graphs_are_found(kernel, device, monkeypatch):
     fingerprint = module_of(kernel, "model_fingerprint").Fingerprint
     monkeypatch.setattr(fingerprint, "change", lambda self, model: None)
@@ -166,6 +178,26 @@ def test_faults_of_one_fp8_layer_are_found(kernel, device, monkeypatch, fault):
         twins.forward()
         with pytest.raises(Difference, match="from the float32 model's"):
             twins.forward(seed=1)
+
+
+def test_a_model_that_outlives_its_last_reference_is_found(device):
+    with Twins("ltx", dtype="bfloat16", fp8=True, device=device) as twins:
+        twins.quantize_fp8()
+        twins.inject()
+        twins.forward()
+        kept = twins.tested  # noqa: F841
+        with pytest.raises(Difference, match="outlives its last reference"):
+            twins.free()
+
+
+def test_a_backward_that_raises_keeps_no_model(device):
+    """A hook changes values that were saved for it."""
+    with Twins("unet", device=device) as twins:
+        block = "up_blocks.0.attentions.0.transformer_blocks.0"
+        twins.hook(module=block, kind="keyword", way="in place")
+        twins.forward(mode="backward")
+        assert twins.counts["calls that raise"] == 1
+        twins.free()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from .linears import (
 from .norms import (
     Modulator,
     Norm,
+    Upcasts,
     clip_to_float16,
     gated_residual,
     modulated,
@@ -77,7 +78,7 @@ class Prologue(NamedTuple):
         owner, name: the norm's module is ``owner.name``.
         modulation: scale and shift of each result of the norm, in order.
         rows: all rows of the modulation, each (B, 1 or S, D).
-        upcasts: whether the model's own code computes in float32; see ``norms.read_norm``.
+        upcasts: how far the model's own code computes in float32; see ``norms.Upcasts``.
         weights_for: ``weights_for(block, x)`` gives the FP8 weights of the layers that take the norm of x, or
             None; see ``attention.attention_weights``.
         block: the block whose prologue it is.
@@ -88,7 +89,7 @@ class Prologue(NamedTuple):
     name: str
     modulation: tuple[Modulator, ...]
     rows: Rows
-    upcasts: bool = False
+    upcasts: Upcasts = False
     weights_for: WeightsFor | None = None
     block: Any = None
 
@@ -115,7 +116,7 @@ def norm_prologue(
     name: str,
     ahead: Tensor | None,
     rows_of: Callable[[], Rows],
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the norm ``block.name`` and rows of which the first two are shift and scale, or no
@@ -127,10 +128,10 @@ def norm_prologue(
         call.fall_back(f"{name} {norm}")
 
         def run_module(x: Tensor) -> PrologueResult:
-            n = getattr(block, name)(x.float() if upcasts else x)
+            n = getattr(block, name)(x.float() if upcasts is True else x)
             rows = rows_of()  # only now: the module may write to what they are made from
             n = modulated(n, rows[1], rows[0]) if rows else n
-            return (n.to(x.dtype) if upcasts else n,), rows
+            return (n.to(x.dtype) if upcasts is True else n,), rows
 
         return run_module
     weight = norm[1][0]
@@ -189,7 +190,7 @@ def finish(
     branches: Sequence[ResidualBranch],
     conditions: tuple[Any, ...],
     *,
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     hands_over: bool = True,
     as_returned: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
 ) -> tuple[Tensor, ...]:
@@ -338,14 +339,14 @@ def adaptive_prologue(
     name: str,
     takes_emb: bool = True,
     modulation_of: Callable[..., Tensor | None] = _modulation,
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
 
     ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
     *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue. ``upcasts``: see
-    ``norms.read_norm``. ``weights_for``: see ``Prologue``.
+    ``norms.Upcasts``. ``weights_for``: see ``Prologue``.
     """
     module = block._modules[name]
     found = read_adaptive(module)
@@ -434,7 +435,7 @@ def table_prologue(
     ahead: Tensor | None,
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     scale_first: bool = False,
     weights_for: WeightsFor | None = None,
 ) -> Any:
@@ -479,13 +480,13 @@ class BlockSpec(PatchSpec):
     Attributes:
         norms: the names of its norms; a block may lack some.
         adaptive_norms: the names of norms that compute their modulation themselves.
-        upcasts: whether the model's own code computes norms and residuals in float32.
+        upcasts: how far the model's own code computes in float32; see ``norms.Upcasts``.
         inner: paths of modules with their own stand-in.
     """
 
     norms: tuple[str, ...] = ()
     adaptive_norms: tuple[str, ...] = ()
-    upcasts: bool = False
+    upcasts: Upcasts = False
     inner: tuple[str, ...] = ()
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:

@@ -24,11 +24,13 @@ from ..conditions import (
 )
 from .checks import is_plain
 from .linears import SILU, linear
-from .norms import NORM_OPERATIONS, Norm, norm_modulate, norm_notes, read_norm
+from .norms import NORM_OPERATIONS, Norm, Upcasts, norm_modulate, norm_notes, read_norm
 from .patch import Call, ExactSpec, Injection
 
 
-def _apply_norm(norm: Norm, x: Tensor, upcasts: bool, *rows: Tensor | None) -> Tensor | str | None:
+def _apply_norm(
+    norm: Norm, x: Tensor, upcasts: Upcasts, *rows: Tensor | None
+) -> Tensor | str | None:
     """``norm(x)``, modulated by a scale and a shift if they are given.
 
     ``upcasts``: whether they and the norm's parameters may be float32.
@@ -255,7 +257,7 @@ def _activated(activation: Any, x: Tensor) -> Tensor:
 
 
 def modulated(
-    call: Call, owner: Any, name: str, x: Any, scale: Any, shift: Any, upcasts: bool
+    call: Call, owner: Any, name: str, x: Any, scale: Any, shift: Any, upcasts: Upcasts
 ) -> Any:
     """``owner.name(x) * (1 + scale) + shift``, on the kernels or as the class computes it."""
     norm = read_norm(owner._modules.get(name), x.shape[-1], upcasts)
@@ -275,7 +277,7 @@ def modulated(
         call.is_counted = False
     else:
         call.fall_back(out)
-    if upcasts:
+    if upcasts is True:
         scale, shift = scale.float(), None if shift is None else shift.float()
     return norm_modulate(None, owner, name, x, (scale, shift), upcasts)[0]
 

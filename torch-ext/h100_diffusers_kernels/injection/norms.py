@@ -7,7 +7,7 @@ know the module, the model's expression runs and calls the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,11 @@ _FP8_RESIDUAL_OPERATIONS: dict[str, Any] = {
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
+# How far a model's own code computes in float32: not at all (False); within its norms (IN_NORMS), which
+# are called with the hidden states as they are; or from a norm, called in float32, up to the next linear
+# layer, and in residual sums, with results in the hidden states' dtype (True).
+Upcasts = Union[bool, str]
+IN_NORMS = "in norms"
 # A scale, shift or gate: a tensor; a table's row (D,) and an embedding, for their sum; rows that tokens
 # choose; or None.
 Modulator = Any
@@ -89,13 +94,12 @@ class ChosenRows(NamedTuple):
 
 
 def read_norm(
-    module: Any, size: int | None = None, upcasts: bool = False, is_called: bool = False
+    module: Any, size: int | None = None, upcasts: Upcasts = False, is_called: bool = False
 ) -> Norm | str:
     """The parameters of a norm, or why the kernels cannot replace the module, as a clause.
 
-    ``size``: the input's last dimension. ``upcasts``: whether the model computes in float32 from the norm up
-    to the next linear layer and then returns to the hidden states' dtype. ``is_called``: whether this is a
-    call of the module itself, so that its hooks have run.
+    ``size``: the input's last dimension. ``is_called``: whether this is a call of the module itself, so that
+    its hooks have run.
     """
     cls = type(module)
     for known, kind in NORM_KINDS:  # noqa: B007
@@ -128,14 +132,14 @@ def read_norm(
         return "normalizes over several dimensions"
     if size is not None and shape is not None and shape[0] != size:
         return f"normalizes {shape[0]} elements, but was given {size}"
-    if upcasts and known is LAYER_NORM:
+    if upcasts is True and known is LAYER_NORM:
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
                 return "has a weight dtype that PyTorch does not accept with a float32 input"
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
-def norm_notes(module: nn.Module, names: Sequence[str], upcasts: bool = False) -> list[str]:
+def norm_notes(module: nn.Module, names: Sequence[str], upcasts: Upcasts = False) -> list[str]:
     """Why the kernels cannot replace some of a module's norms with these names."""
     norms = [(name, module._modules.get(name)) for name in names]
     found = [(name, read_norm(norm, upcasts=upcasts)) for name, norm in norms if norm is not None]
@@ -193,7 +197,7 @@ def norm_modulate(
     name: str,
     x: Tensor,
     modulation: tuple,
-    upcasts: bool,
+    upcasts: Upcasts,
     weights: dict[Any, Any] | None = None,
 ) -> tuple[Any, ...]:
     """``norm(x) * (1 + scale) + shift`` for each scale and shift in the modulation, or just the norm if it is
@@ -203,11 +207,11 @@ def norm_modulate(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
-        n = getattr(owner, name)(x.float() if upcasts else x)
+        n = getattr(owner, name)(x.float() if upcasts is True else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
             results.append(modulated(n, scale, shift))
-        return tuple([result.to(x.dtype) for result in results] if upcasts else results)
+        return tuple([result.to(x.dtype) for result in results] if upcasts is True else results)
     kind, affine, eps = norm
     if weights and not is_differentiated(x, *affine, *_operands(tables)):
         operation, results = _FP8_OPERATIONS[kind, 2 if modulation else 0], []
@@ -242,7 +246,7 @@ def residual_norm(
     x: Any,
     gate: Modulator,
     *modulation: Modulator,
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     norm: Norm | None = None,
     weights: dict[Any, Any] | None = None,
     **branch: Any,
@@ -301,14 +305,14 @@ def gated_residual(
     residual: Tensor,
     x: Any,
     gate: Modulator,
-    upcasts: bool = False,
+    upcasts: Upcasts = False,
     call: Call | None = None,
     **branch: Any,
 ) -> Tensor:
     """``residual + gate * x``, even if a layer returned another dtype than its input's. x may be an
     ``Fp8Product``.
 
-    ``upcasts``: whether the model computes it in float32 and returns to the residual's dtype. ``branch``:
+    ``branch``:
 
     - ``addend``: ``x + addend`` takes x's place;
     - ``x_norm``: the norm ``owner.name`` of x, given as (owner, name), takes x's place;
@@ -325,7 +329,7 @@ def gated_residual(
 
 
 def _fp8_sum(
-    residual: Tensor, x: Fp8Product, gate: Modulator, upcasts: bool, branch: dict[str, Any]
+    residual: Tensor, x: Fp8Product, gate: Modulator, upcasts: Upcasts, branch: dict[str, Any]
 ) -> tuple[Tensor, bool]:
     """``gated_residual`` in the product's epilogue and True, or the product and False."""
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
@@ -342,7 +346,7 @@ def _fp8_sum(
 
 
 def _residual(
-    residual: Tensor, x: Tensor, gate: Modulator, upcasts: bool, parts: dict[str, Any]
+    residual: Tensor, x: Tensor, gate: Modulator, upcasts: Upcasts, parts: dict[str, Any]
 ) -> Tensor:
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     (table,), index = _tables((gate,))
@@ -359,7 +363,7 @@ def _residual(
     gate = modulator_sum(gate)
     if "tanh_gate" in parts:
         gate = gate.tanh()
-    if upcasts:
+    if upcasts is True:
         x = x.float() if gate is None else x.float() * gate
         return (residual.float() + x).type_as(residual)
     return residual + (x if gate is None else x * gate)
@@ -369,7 +373,7 @@ def _read_branch(
     call: Call | None,
     residual: Tensor,
     x: Tensor,
-    upcasts: bool,
+    upcasts: Upcasts,
     x_norm: tuple[Any, str] | None = None,
     tanh_gate: bool = False,
     addend: Tensor | None = None,
