@@ -419,7 +419,7 @@ def _norm_options(
     key: Tensor,
     heads: int,
     form: str,
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
 ) -> dict[str, Any] | None:
     """Arguments of ``qk_norm_rope`` for the query and key norms with these names; None if one launch cannot
     compute both. ``form``: "per_head" or "across_heads". ``upcasts``: see ``norm_and_rotate``."""
@@ -455,14 +455,14 @@ def norm_and_rotate(
     form: str,
     heads: int,
     layout: str = "interleaved",
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     key_rope: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
     that is given, too.
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
-    ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``; True includes the rotation.
+    ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``, the rotation included.
     Without a rotation per head, query and key may have different lengths.
     """
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
@@ -489,7 +489,7 @@ def norm_and_rotate(
     if per_head:
         head_dim = query.shape[2] // heads
         query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
-    if upcasts is True:
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
         query, key = query.float(), key.float()
     query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
@@ -497,7 +497,7 @@ def norm_and_rotate(
         query, key = functional.qk_norm_rope(query, key, norm="none", **how)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
-    if upcasts is True:
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
         query, key = query.to(dtype), key.to(dtype)
     return (query.flatten(2), key.flatten(2)) if per_head else (query, key)
 

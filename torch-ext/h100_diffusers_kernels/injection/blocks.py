@@ -89,7 +89,7 @@ class Prologue(NamedTuple):
     name: str
     modulation: tuple[Modulator, ...]
     rows: Rows
-    upcasts: Upcasts = False
+    upcasts: Upcasts = Upcasts.NOWHERE
     weights_for: WeightsFor | None = None
     block: Any = None
 
@@ -116,7 +116,7 @@ def norm_prologue(
     name: str,
     ahead: Tensor | None,
     rows_of: Callable[[], Rows],
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the norm ``block.name`` and rows of which the first two are shift and scale, or no
@@ -128,10 +128,10 @@ def norm_prologue(
         call.fall_back(f"{name} {norm}")
 
         def run_module(x: Tensor) -> PrologueResult:
-            n = getattr(block, name)(x.float() if upcasts is True else x)
+            n = getattr(block, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
             rows = rows_of()  # only now: the module may write to what they are made from
             n = modulated(n, rows[1], rows[0]) if rows else n
-            return (n.to(x.dtype) if upcasts is True else n,), rows
+            return (n.to(x.dtype) if upcasts is Upcasts.TO_NEXT_LINEAR else n,), rows
 
         return run_module
     weight = norm[1][0]
@@ -190,7 +190,7 @@ def finish(
     branches: Sequence[ResidualBranch],
     conditions: tuple[Any, ...],
     *,
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     hands_over: bool = True,
     as_returned: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
 ) -> tuple[Tensor, ...]:
@@ -339,7 +339,7 @@ def adaptive_prologue(
     name: str,
     takes_emb: bool = True,
     modulation_of: Callable[..., Tensor | None] = _modulation,
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     weights_for: WeightsFor | None = None,
 ) -> Any:
     """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
@@ -435,7 +435,7 @@ def table_prologue(
     ahead: Tensor | None,
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     scale_first: bool = False,
     weights_for: WeightsFor | None = None,
 ) -> Any:
@@ -486,7 +486,7 @@ class BlockSpec(PatchSpec):
 
     norms: tuple[str, ...] = ()
     adaptive_norms: tuple[str, ...] = ()
-    upcasts: Upcasts = False
+    upcasts: Upcasts = Upcasts.NOWHERE
     inner: tuple[str, ...] = ()
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:

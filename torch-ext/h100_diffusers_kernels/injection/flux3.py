@@ -32,6 +32,7 @@ from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import feed_forward, feed_forward_weights, linear, swiglu_spec
 from .norm_modules import modulated
+from .norms import Upcasts
 from .patch import Call, PatchSpec, is_wrapped
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
@@ -117,7 +118,9 @@ def _attention_forward(
     rotate = partial(rotation, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.heads)
     norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(call, self, norms, query, key, *how, upcasts=True)
+    query, key = norm_and_rotate(
+        call, self, norms, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR
+    )
     out = attend(call, self, query, key, value, attention_mask, heads=self.heads)
     return project_out(self, out)
 
@@ -138,7 +141,7 @@ def _output_norm_forward(self: Any, call: Call, hidden_states: Tensor, temb: Ten
     modules = self._modules
     row = linear(modules["linear"], modules["act_fn"](_one_row(temb)))
     scale, shift = row.chunk(2, dim=-1)
-    return modulated(call, self, "norm", hidden_states, scale, shift, False)
+    return modulated(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
 
 
 def _block(name: str, forward: Any) -> BlockSpec:

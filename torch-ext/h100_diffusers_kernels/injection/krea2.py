@@ -36,7 +36,7 @@ from .embeddings import axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two, weights_of_products
 from .norm_modules import modulated
-from .norms import IN_NORMS, residual_norm
+from .norms import Upcasts, residual_norm
 from .patch import Call, PatchSpec
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
@@ -45,12 +45,12 @@ _KREA2 = "diffusers.models.transformers.transformer_krea2"
 _weights_for = partial(attention_weights, "attn", (*QUERY_KEY_VALUE, "to_gate"))
 _feed_forward_weights = partial(gated_feed_forward_weights, "ff", ("gate", "up"))
 # Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
-_prologue = partial(table_prologue, upcasts=IN_NORMS, scale_first=True)
+_prologue = partial(table_prologue, upcasts=Upcasts.IN_NORMS, scale_first=True)
 _PROLOGUES = (partial(_prologue, weights_for=_weights_for),)
 
 
 def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    how: dict[str, Any] = {"upcasts": IN_NORMS, "weights_for": _weights_for}
+    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights_for": _weights_for}
     return norm_prologue(call, block, "norm1", ahead, tuple, **how)
 
 
@@ -69,10 +69,10 @@ def _block_forward(
     (normalized,), (_, _, gate, *mlp, gate_mlp) = begun
     how: dict[str, Any] = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     out = modules["attn"](normalized, **how)
-    how = {"upcasts": IN_NORMS, "weights": _feed_forward_weights(self, x)}
+    how = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
     x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, **how)
     branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
-    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=IN_NORMS)
+    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=Upcasts.IN_NORMS)
     return x
 
 
@@ -84,10 +84,10 @@ def _text_block_forward(
         return call.refuse(x)
     (((normalized,), _),) = begin(call, self, (_plain_prologue,), (x,), ())
     out = modules["attn"](normalized, attention_mask=attention_mask)
-    how: dict[str, Any] = {"upcasts": IN_NORMS, "weights": _feed_forward_weights(self, x)}
+    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
     x, normalized = residual_norm(call, self, "norm2", x, out, None, **how)
     branch = ResidualBranch(x, modules["ff"](normalized))
-    (x,) = finish(call, self, (_plain_prologue,), (branch,), (), upcasts=IN_NORMS)
+    (x,) = finish(call, self, (_plain_prologue,), (branch,), (), upcasts=Upcasts.IN_NORMS)
     return x
 
 
@@ -108,7 +108,7 @@ def _attention_forward(
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.num_heads)
     query, key = norm_and_rotate(
-        call, self, ("norm_q", "norm_k"), query, key, *how, upcasts=IN_NORMS
+        call, self, ("norm_q", "norm_k"), query, key, *how, upcasts=Upcasts.IN_NORMS
     )
     arguments = (call, self, query, key, value, mask)
     weights = weights_of_products(call, x, modules["to_gate"])
@@ -138,7 +138,9 @@ def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
-    return linear(self._modules["linear"], modulated(call, self, "norm", x, scale, shift, IN_NORMS))
+    return linear(
+        self._modules["linear"], modulated(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS)
+    )
 
 
 _OPERATIONS = "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual"
@@ -146,7 +148,7 @@ _block = partial(
     BlockSpec,
     operations=_OPERATIONS,
     norms=("norm1", "norm2"),
-    upcasts=IN_NORMS,
+    upcasts=Upcasts.IN_NORMS,
     inner=("attn", "ff"),
 )
 _SPECS = (

@@ -45,7 +45,7 @@ from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import GATED_ACTIVATIONS, feed_forward, feed_forward_weights, linear
 from .norm_modules import OUTPUT_NORM
-from .norms import read_norm, residual_norm
+from .norms import Upcasts, read_norm, residual_norm
 from .patch import Call
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
@@ -59,7 +59,9 @@ def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> 
 
 # Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
 # text. Attention puts the valid text first, which is simpler with a tensor.
-_prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=True)
+_prologue = partial(
+    adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=Upcasts.TO_NEXT_LINEAR
+)
 _PROLOGUES = (
     partial(_prologue, name="norm1", weights_for=attn1_weights),
     partial(_prologue, name="norm1_context"),
@@ -89,7 +91,7 @@ def _block_forward(
     streams = zip(("", "_context"), (x, c), outs, rows)
     computed = list(streams)[: 1 if self.context_pre_only else 2]
     branches = [_end_of_stream(call, self, *stream) for stream in computed]
-    results = finish(call, self, _PROLOGUES, branches, (temb,), upcasts=True)
+    results = finish(call, self, _PROLOGUES, branches, (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)
     return (*results, c)[:2]  # type: ignore[return-value]
 
 
@@ -100,7 +102,7 @@ def _end_of_stream(
     gate, scale_mlp, gate_mlp = rows[-3:]
     branch: dict[str, Any] = {"x_norm": (block, f"norm2{suffix}"), "tanh_gate": True}
     module, how = block._modules[f"ff{suffix}"], (x, attention_out, gate, scale_mlp, None)
-    branch.update(upcasts=True, weights=feed_forward_weights(module, x))
+    branch.update(upcasts=Upcasts.TO_NEXT_LINEAR, weights=feed_forward_weights(module, x))
     x, n = residual_norm(call, block, f"norm3{suffix}", *how, **branch)
     out = feed_forward(module, n)
     return ResidualBranch(x, out, gate_mlp, (block, f"norm4{suffix}"), True)
@@ -195,7 +197,7 @@ _SPECS = (
         condition=_why_not_block,
         adaptive_norms=("norm1", "norm1_context"),
         inner=("attn1", "ff.net.0", "ff_context.net.0"),
-        upcasts=True,
+        upcasts=Upcasts.TO_NEXT_LINEAR,
     ),
     AttentionSpec(
         "diffusers.models.attention_processor:MochiAttention",

@@ -186,7 +186,7 @@ class AdaptiveNormSpec(ExactSpec):
             index of the hidden states, the norm's name, and the row indices of scale and shift (None for no
             shift).
         has_tokens: whether the returned rows are (B, 1, D), not (B, D).
-        upcasts: whether the model computes in float32 and returns to the hidden states' dtype at the end.
+        upcasts: where the model computes in float32.
         names: names of the forward's arguments.
         replaces: names of the norms. They get no stand-ins, because the module's stand-in replaces them.
     """
@@ -194,7 +194,7 @@ class AdaptiveNormSpec(ExactSpec):
     rows: int = 0
     results: tuple[Any, ...] = ()
     has_tokens: bool = False
-    upcasts: bool = False
+    upcasts: Upcasts = Upcasts.NOWHERE
     names: tuple[str, ...] = field(init=False)
     replaces: tuple[str, ...] = field(init=False)
 
@@ -277,7 +277,7 @@ def modulated(
         call.is_counted = False
     else:
         call.fall_back(out)
-    if upcasts is True:
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
         scale, shift = scale.float(), None if shift is None else shift.float()
     return norm_modulate(None, owner, name, x, (scale, shift), upcasts)[0]
 
@@ -295,7 +295,7 @@ _SCALED = (0, "norm", 0, None)
 _SHARED_NORM = (_ZERO, (1, "norm", 4, 3), 2, 5)
 _TWO_NORMS = ((0, "norm_x", 1, 0), 2, 3, 4, 5, (1, "norm_c", 7, 6), 8, 9, 10, 11)
 _INTERLEAVED = ((0, "norm", 2, 0), 4, 6, 8, 10, (1, "norm_context", 3, 1), 5, 7, 9, 11)
-_TOKENS, _UPCASTS = (True, False), (False, True)
+_TOKENS, _UPCASTS = (True,), (False, Upcasts.TO_NEXT_LINEAR)
 # Norms that only end a model are omitted: one call per forward is no gain. The first two end models.
 _CLASSES: tuple[tuple, ...] = (
     (f"{_NORM}AdaLayerNormContinuous", _CONDITIONED, 2, (_CONTINUOUS,), *_TOKENS),

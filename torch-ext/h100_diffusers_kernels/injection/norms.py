@@ -7,7 +7,8 @@ know the module, the model's expression runs and calls the module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
+from enum import IntEnum
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +72,19 @@ _FP8_RESIDUAL_OPERATIONS: dict[str, Any] = {
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
-# How far a model's own code computes in float32: not at all (False); within its norms (IN_NORMS), which
-# are called with the hidden states as they are; or from a norm, called in float32, up to the next linear
-# layer, and in residual sums, with results in the hidden states' dtype (True).
-Upcasts = Union[bool, str]
-IN_NORMS = "in norms"
 # A scale, shift or gate: a tensor; a table's row (D,) and an embedding, for their sum; rows that tokens
 # choose; or None.
 Modulator = Any
+
+
+class Upcasts(IntEnum):
+    """Where a model's own code computes in float32. If anywhere, norms and modulators may be float32."""
+
+    NOWHERE = 0
+    IN_NORMS = 1  # they are called with the hidden states as they are
+    TO_NEXT_LINEAR = (
+        2  # from a norm, called in float32, to the next linear layer; residual sums, too
+    )
 
 
 class ChosenRows(NamedTuple):
@@ -94,7 +100,10 @@ class ChosenRows(NamedTuple):
 
 
 def read_norm(
-    module: Any, size: int | None = None, upcasts: Upcasts = False, is_called: bool = False
+    module: Any,
+    size: int | None = None,
+    upcasts: Upcasts = Upcasts.NOWHERE,
+    is_called: bool = False,
 ) -> Norm | str:
     """The parameters of a norm, or why the kernels cannot replace the module, as a clause.
 
@@ -132,14 +141,16 @@ def read_norm(
         return "normalizes over several dimensions"
     if size is not None and shape is not None and shape[0] != size:
         return f"normalizes {shape[0]} elements, but was given {size}"
-    if upcasts is True and known is LAYER_NORM:
+    if upcasts is Upcasts.TO_NEXT_LINEAR and known is LAYER_NORM:
         for tensor in (weight, bias):
             if tensor is not None and tensor.dtype != torch.float32:
                 return "has a weight dtype that PyTorch does not accept with a float32 input"
     return kind, (weight,) if kind == RMS else (weight, bias), eps
 
 
-def norm_notes(module: nn.Module, names: Sequence[str], upcasts: Upcasts = False) -> list[str]:
+def norm_notes(
+    module: nn.Module, names: Sequence[str], upcasts: Upcasts = Upcasts.NOWHERE
+) -> list[str]:
     """Why the kernels cannot replace some of a module's norms with these names."""
     norms = [(name, module._modules.get(name)) for name in names]
     found = [(name, read_norm(norm, upcasts=upcasts)) for name, norm in norms if norm is not None]
@@ -207,11 +218,15 @@ def norm_modulate(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
-        n = getattr(owner, name)(x.float() if upcasts is True else x)
+        n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
         results = [n] if not modulation else []
         for scale, shift in zip(modulation[::2], modulation[1::2]):
             results.append(modulated(n, scale, shift))
-        return tuple([result.to(x.dtype) for result in results] if upcasts is True else results)
+        return tuple(
+            [result.to(x.dtype) for result in results]
+            if upcasts is Upcasts.TO_NEXT_LINEAR
+            else results
+        )
     kind, affine, eps = norm
     if weights and not is_differentiated(x, *affine, *_operands(tables)):
         operation, results = _FP8_OPERATIONS[kind, 2 if modulation else 0], []
@@ -235,7 +250,7 @@ def chosen_norm_modulate(
     if isinstance(found, str):
         call.fall_back(f"{name} {found}")
     norm = None if isinstance(found, str) else found
-    return norm_modulate(norm, owner, name, x, (scale, shift), False)[0]
+    return norm_modulate(norm, owner, name, x, (scale, shift), Upcasts.NOWHERE)[0]
 
 
 def residual_norm(
@@ -246,7 +261,7 @@ def residual_norm(
     x: Any,
     gate: Modulator,
     *modulation: Modulator,
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     norm: Norm | None = None,
     weights: dict[Any, Any] | None = None,
     **branch: Any,
@@ -305,7 +320,7 @@ def gated_residual(
     residual: Tensor,
     x: Any,
     gate: Modulator,
-    upcasts: Upcasts = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
     call: Call | None = None,
     **branch: Any,
 ) -> Tensor:
@@ -363,7 +378,7 @@ def _residual(
     gate = modulator_sum(gate)
     if "tanh_gate" in parts:
         gate = gate.tanh()
-    if upcasts is True:
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
         x = x.float() if gate is None else x.float() * gate
         return (residual.float() + x).type_as(residual)
     return residual + (x if gate is None else x * gate)

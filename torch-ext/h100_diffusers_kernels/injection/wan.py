@@ -36,7 +36,7 @@ from .blocks import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, ta
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights, linear
-from .norms import apply_norm, gated_residual, residual_norm
+from .norms import Upcasts, apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 from .quantized_rows import as_tensor
 
@@ -57,7 +57,7 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_prologue = partial(table_prologue, upcasts=True, weights_for=attn1_weights)
+_prologue = partial(table_prologue, upcasts=Upcasts.TO_NEXT_LINEAR, weights_for=attn1_weights)
 _BY_TOKEN = (partial(_prologue, by_row=_by_token),)
 _BY_TOKEN_LAST = (partial(_prologue, by_row=_by_token_last),)
 
@@ -79,7 +79,7 @@ def _block_forward(
         return call.refuse(x, c)
     (begun,) = begin(call, self, makers, (x,), (temb,))
     branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
-    (x,) = finish(call, self, makers, (branch,), (temb,), upcasts=True)
+    (x,) = finish(call, self, makers, (branch,), (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)
     return x
 
 
@@ -90,7 +90,10 @@ def _after_first_norm(
     modules = self._modules
     (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
     attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
-    how: dict[str, Any] = {"upcasts": True, "weights": attention_weights("attn2", _QUERY, self, x)}
+    how: dict[str, Any] = {
+        "upcasts": Upcasts.TO_NEXT_LINEAR,
+        "weights": attention_weights("attn2", _QUERY, self, x),
+    }
     x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, **how)
     out = modules["attn2"](normalized, c, None, None)
     how["weights"] = feed_forward_weights(modules["ffn"], x)
@@ -115,7 +118,7 @@ def _vace_block_forward(
     control = control.contiguous()
     begun = _BY_TOKEN[0](call, self, None, temb)(control)
     branch = _after_first_norm(self, call, control, begun, c, None, rotary_emb)
-    x = gated_residual(*branch[:3], upcasts=True)
+    x = gated_residual(*branch[:3], upcasts=Upcasts.TO_NEXT_LINEAR)
     return None if self.proj_out is None else linear(self.proj_out, x), x
 
 
@@ -188,7 +191,7 @@ def _block(
         functions=functions,
         parameters=parameters,
         norms=("norm1", "norm2", "norm3"),
-        upcasts=True,
+        upcasts=Upcasts.TO_NEXT_LINEAR,
         inner=("attn1", "attn2", "ffn.net.0"),
     )
 
