@@ -16,7 +16,7 @@ fp8_<the module's name>, or fp8_compiled_<the module's name> if one of them is c
     python benchmarks/bench_models.py --model all
     python benchmarks/bench_models.py --model flux,flux2,sd3 --rounds 5 --profiled-calls 1
     python benchmarks/bench_models.py --modes eager,injected --sizes 49x512x768
-    python benchmarks/bench_models.py --modes eager,injected,injected+fp8 --weights outliers --peak-memory
+    python benchmarks/bench_models.py --modes eager,injected,injected+fp8 --weights peaked,outliers
     python benchmarks/bench_models.py --device cpu --tiny --output /tmp/models.json
 
 LOCAL_KERNELS selects another checkout's build; compare_builds.py compares two.
