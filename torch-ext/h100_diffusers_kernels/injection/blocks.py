@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .attention import concat_streams, concat_view
+from .attention import (
+    concat_streams,
+    concat_view,
+    image_weights,
+    single_block_weights,
+    text_weights,
+)
 from .checks import KnownClass, class_name, has_hooks, has_own_forward, is_plain, why_not_plain
 from .fp8_linears import are_fp8
 from .linears import (
@@ -378,6 +385,12 @@ def adaptive_prologue(
     return Prologue(norm, module, "norm", operands, rows, upcasts, weights_for, block)
 
 
+# The prologues of FLUX's double blocks, of image and text, and that of its single blocks.
+DOUBLE_PROLOGUES = (
+    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
+    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
+)
+SINGLE_PROLOGUES = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
 # The norms and feed-forwards of FLUX's double blocks, for ``feed_forwards``.
 FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
 

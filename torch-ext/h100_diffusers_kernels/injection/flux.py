@@ -13,25 +13,19 @@ and a single block, for the concat of both,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import (
-    AttentionSpec,
-    forward_with_tables,
-    image_weights,
-    single_block_weights,
-    text_weights,
-)
+from .attention import AttentionSpec, forward_with_tables
 from .blocks import (
+    DOUBLE_PROLOGUES,
     FEED_FORWARDS,
+    SINGLE_PROLOGUES,
     BlockSpec,
     ResidualBranch,
-    adaptive_prologue,
     begin_joint,
     finish,
     two_stream_block,
@@ -45,13 +39,6 @@ from .patch import Call
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
-
-# The first norms of a double block, of image and text, and that of a single block.
-_DOUBLE = (
-    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
-    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
-)
-_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
 
 
 def _double_block_forward(
@@ -67,7 +54,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
+    return two_stream_block(call, self, DOUBLE_PROLOGUES, FEED_FORWARDS, (x, c), (temb,), **more)
 
 
 def _single_block_forward(
@@ -83,7 +70,7 @@ def _single_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     text_length = c.shape[1]
-    x, begun = begin_joint(call, self, _SINGLE[0], c, x, (temb,))
+    x, begun = begin_joint(call, self, SINGLE_PROLOGUES[0], c, x, (temb,))
     (normalized,), (_, _, gate) = begun
     modules = self._modules
     mlp = (modules["proj_mlp"], modules["act_mlp"])
@@ -103,7 +90,7 @@ def _single_block_forward(
         return x[:, :text_length], x[:, text_length:]
 
     how: dict[str, Any] = {"hands_over": hands_over, "as_returned": as_returned}
-    return finish(call, self, _SINGLE, (branch,), (temb,), **how)  # type: ignore[return-value]
+    return finish(call, self, SINGLE_PROLOGUES, (branch,), (temb,), **how)  # type: ignore[return-value]
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")

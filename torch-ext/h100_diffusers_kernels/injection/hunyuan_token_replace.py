@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import image_weights, single_block_weights, text_weights
-from .blocks import BlockSpec, Prologue, PrologueResult, adaptive_prologue, linear_of_silu
+from .attention import image_weights, single_block_weights
+from .blocks import (
+    DOUBLE_PROLOGUES,
+    BlockSpec,
+    Prologue,
+    PrologueResult,
+    adaptive_prologue,
+    linear_of_silu,
+)
 from .hunyuan_attention import double_block, single_block
 from .norms import ChosenRows
 from .patch import Call
@@ -77,8 +84,7 @@ def _indices(temb: Tensor, first: int, length: int) -> Tensor:
 
 
 def _context_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, *_: Any) -> Any:
-    how: dict[str, Any] = {"name": "norm1_context", "weights_for": text_weights}
-    return adaptive_prologue(call, block, ahead, temb, **how)
+    return DOUBLE_PROLOGUES[1](call, block, ahead, temb)
 
 
 def _double_block_forward(
@@ -98,10 +104,8 @@ def _double_block_forward(
     if not kernels_take(x, c, temb, token_replace_emb):
         return call.refuse(x, c, temb, token_replace_emb)
     how: Any = {"name": "norm1", "length": x.shape[1], "weights_for": image_weights}
-    makers, conditions = (
-        (partial(_prologue, **how), _context_prologue),
-        (temb, token_replace_emb, first),
-    )
+    makers = (partial(_prologue, **how), _context_prologue)
+    conditions = (temb, token_replace_emb, first)
     return double_block(self, call, makers, x, c, conditions, attention_mask, freqs_cis)
 
 

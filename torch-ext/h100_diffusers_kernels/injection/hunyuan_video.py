@@ -11,14 +11,12 @@ A block of the text's refiner has the gates of a linear layer of the time embedd
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import image_weights, single_block_weights, text_weights
-from .blocks import BlockSpec, adaptive_prologue
+from .blocks import DOUBLE_PROLOGUES, SINGLE_PROLOGUES, BlockSpec
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .hunyuan_attention import double_block, joint_attention, single_block
@@ -29,12 +27,6 @@ from .norms import apply_norm, gated_residual, residual_norm
 from .patch import Call, PatchSpec
 
 _MODELS = "diffusers.models.transformers.transformer_"
-# The first norms of a double block, of image and text, and that of a single block.
-_DOUBLE = (
-    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
-    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
-)
-_SINGLE = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
 
 
 def _double_block_forward(
@@ -54,7 +46,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
-    return double_block(self, call, _DOUBLE, x, c, (temb,), attention_mask, rope)
+    return double_block(self, call, DOUBLE_PROLOGUES, x, c, (temb,), attention_mask, rope)
 
 
 def _single_block_forward(
@@ -71,7 +63,9 @@ def _single_block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    return single_block(self, call, _SINGLE, x, c, (temb,), attention_mask, image_rotary_emb)
+    return single_block(
+        self, call, SINGLE_PROLOGUES, x, c, (temb,), attention_mask, image_rotary_emb
+    )
 
 
 def _refiner_block_forward(
