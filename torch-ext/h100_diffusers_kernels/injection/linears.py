@@ -393,8 +393,6 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
 
 
 def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns | None:
-    if fp8_weight(into) is None:
-        return None
     weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
     if not weights or layer not in weights:
         return None
