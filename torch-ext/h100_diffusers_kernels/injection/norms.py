@@ -81,10 +81,10 @@ class Upcasts(IntEnum):
     """Where a model's own code computes in float32. If anywhere, norms and modulators may be float32."""
 
     NOWHERE = 0
-    IN_NORMS = 1  # they are called with the hidden states as they are
-    TO_NEXT_LINEAR = (
-        2  # from a norm, called in float32, to the next linear layer; residual sums, too
-    )
+    # Norms are called with the hidden states as they are.
+    IN_NORMS = 1
+    # From a norm, which is called in float32, to the next linear layer, and in residual sums.
+    TO_NEXT_LINEAR = 2
 
 
 class ChosenRows(NamedTuple):
