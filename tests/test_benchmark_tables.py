@@ -269,6 +269,7 @@ def test_fp8(tmp_path):
 def test_fp8_of_models(tmp_path):
     names = ("fp8_models", "fp8_distances", "fp8_memory")
     assert all("Not measured yet: `" in rendered(tmp_path, name) for name in names)
+    assert "--modes eager,injected,compiled-regional+fp8" in rendered(tmp_path, "fp8_compiled")
 
     def of_mode(ms, distance):
         return {"ms": timing.summarize([ms]), "distance_from_float32": distance}
@@ -283,9 +284,10 @@ def test_fp8_of_models(tmp_path):
     sizes = {size: {**e, "injection_fp8": {"full_speed_s": 0.5}} for size, e in sizes.items()}
     result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "LTX"}
     store(tmp_path, "fp8_ltx", {**result, "sizes": sizes})
-    first, second = rows_of(tmp_path, "fp8_models")
-    assert first[1:] == ["H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", "", ""]
-    assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms", "2.00×"]
+    first, second, third = rows_of(tmp_path, "fp8_models")
+    assert first[1:] == ["peaked", "H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", "", ""]
+    assert second == ["LTX 17 frames 64×96", *first[1:8], "9.0 ms", "2.00×"]
+    assert third == [second[0], "outliers", *second[2:]]
     rows = rows_of(tmp_path, "fp8_distances")
     assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
     assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]

@@ -87,23 +87,23 @@ def fp8_rows(results: Path) -> str:
 
 @table
 def fp8_models(results: Path) -> str:
-    """One forward with the blocks' linear layers quantized by torchao, peaked scores."""
+    """One forward with the blocks' linear layers quantized by torchao, with each kind of weights."""
     rows, measured = [], _measured(results)
     for result in measured:
         for size, entry in result["sizes"].items():
-            modes = entry["weights"]["peaked"]["modes"]
-            ms = {mode: each["ms"]["median"] for mode, each in modes.items()}
-            ours = ms[models.INJECTED_FP8]
-            row = [_name(result, size), card(result), milliseconds(ours)]
-            others = ("eager", "injected", models.TORCHAO)
-            row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
-            row.append(f"{entry['injection_fp8']['full_speed_s']:.2f} s")
-            graphs, in_fp8 = (ms.get(mode) for mode in (models.GRAPHS, models.GRAPHS_FP8))
-            over = graphs / in_fp8 if graphs and in_fp8 else None
-            rows.append([*row, milliseconds(in_fp8), times(over)])
-    headers = ["model", "card", "FP8 injected", "over eager", "over injected", "over torchao eager"]
-    headers += ["to full speed", "FP8 with CUDA graphs", "over injected with graphs"]
-    return _table(rows, headers, measured)
+            for weights, of_weights in entry["weights"].items():
+                ms = {mode: each["ms"]["median"] for mode, each in of_weights["modes"].items()}
+                ours = ms[models.INJECTED_FP8]
+                row = [_name(result, size), weights, card(result), milliseconds(ours)]
+                others = ("eager", "injected", models.TORCHAO)
+                row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
+                row.append(f"{entry['injection_fp8']['full_speed_s']:.2f} s")
+                graphs, in_fp8 = (ms.get(mode) for mode in (models.GRAPHS, models.GRAPHS_FP8))
+                over = graphs / in_fp8 if graphs and in_fp8 else None
+                rows.append([*row, milliseconds(in_fp8), times(over)])
+    headers = ["model", "weights", "card", "FP8 injected", "over eager", "over injected"]
+    headers += ["over torchao eager", "to full speed", "FP8 with CUDA graphs"]
+    return _table(rows, [*headers, "over injected with graphs"], measured)
 
 
 @table
@@ -119,7 +119,7 @@ def fp8_compiled(results: Path) -> str:
             row += [f"{seconds:.0f} s", f"{entry['injection_fp8']['full_speed_s']:.2f} s"]
             rows.append(row)
     headers = ["model", "torchao compiled", "FP8 injected", "over compiled", "compilation"]
-    return _table(rows, [*headers, "injection to full speed"], measured)
+    return _table(rows, [*headers, "injection to full speed"], measured, FP8_COMPILED)
 
 
 @table
@@ -212,10 +212,15 @@ def _thousandths(distance: float) -> str:
     return f"{1e3 * distance:.1f}"
 
 
-def _table(rows: list[list[str]], headers: list[str], measured: list[dict]) -> str:
-    """Without columns that were not measured."""
+def _table(
+    rows: list[list[str]],
+    headers: list[str],
+    measured: list[dict],
+    names: Sequence[str] = FP8_MODELS,
+) -> str:
+    """Without columns that were not measured. ``names``: of the results."""
     if not rows:
-        return unmeasured(FP8_MODELS[0])
+        return unmeasured(names[0])
     full = [column for column in zip(headers, *rows, strict=True) if any(column[1:])]
     headers, *rows = (list(row) for row in zip(*full, strict=True))
     return markdown(rows, headers) + setup(*measured)
