@@ -10,7 +10,8 @@ peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier ch
 place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
 mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone.
 Writes to benchmarks/results/<the model's name>, or models for LTX-Video; with modes in FP8 to
-fp8_<the module's name>, or fp8_compiled_<the module's name> if one of them is compiled:
+fp8_<the module's name>, fp8_compiled_<the module's name> if one of them is compiled, or
+fp8_back_to_back_<the module's name> with --calls:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all
@@ -310,7 +311,12 @@ def measure_model(
 
 
 def destination(
-    output: Path | None, published: ModuleType, several: bool, modes: list[str], environment: dict
+    output: Path | None,
+    published: ModuleType,
+    several: bool,
+    modes: list[str],
+    calls: int,
+    environment: dict,
 ) -> Path | None:
     """The path of a model's result. Modes beyond the default ones do not prevent its storage."""
     name, default, neutral = published.RESULT, models.DEFAULT_MODES, ("modes", "has_memory")
@@ -319,6 +325,8 @@ def destination(
         neutral += ("weights", "has_distance")
         if models.TORCHAO_COMPILED in modes:
             name, neutral = f"fp8_compiled_{published.__name__}", (*neutral, "sizes")
+        elif calls > 1:
+            name, neutral = f"fp8_back_to_back_{published.__name__}", (*neutral, "calls")
     if output is not None and several:
         return output / f"{name}.json"
     return record.destination(
@@ -401,7 +409,7 @@ def main(
             "pause_s": pause_s,
             "get_kernel_s": load_seconds,
         }
-        path = destination(output, published, several, modes, head["environment"])
+        path = destination(output, published, several, modes, calls, head["environment"])
         try:
             measure_model(kernel, sizes, settings, tiny, head, path)
         except Exception:

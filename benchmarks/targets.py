@@ -61,9 +61,6 @@ ATTENTION = (
 )
 SLOWEST_OVER_FASTEST = 0.94
 ATTENTION_ERROR_OVER_FA3 = 1.05
-# FP8: products over torch._scaled_mm with exact accumulation, their error over its (the order of additions
-# differs), and norms with a quantized result over a copy.
-FP8_OVER_EXACT, FP8_ERROR_OVER_EXACT, FP8_NORM_OF_COPY = 1.15, 1.001, 0.94
 # Of the injected LTX-Video 2B: size, weights; how many times as fast as eager and as torch.compile.
 MODEL_SIZE, MODEL_WEIGHTS = "161x512x768", "peaked"
 OVER_EAGER, OVER_COMPILED = 1.65, 1.16
@@ -461,28 +458,6 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
     ]
 
 
-def fp8(result: Mapping) -> list[Target]:
-    """Rows of FP8 products and of norms with a quantized result, with a cold cache."""
-
-    def medians(entry: Mapping) -> dict[str, float]:
-        return {mode: times["median"] for mode, times in entry["microseconds"].items()}
-
-    products = {f"linear_fp8 {'×'.join(map(str, e['size']))}": e for e in result["fp8"]["products"]}
-    over = [(name, medians(e)["exact"] / medians(e)["ours"]) for name, e in products.items()]
-    errors = [(name, e["errors"]["ours"] / e["errors"]["exact"]) for name, e in products.items()]
-    norms = [
-        (label({**entry, "variant": ""}), medians(entry)["copy"] / medians(entry)["ours"])
-        for entry in result["fp8"]["rows"]
-        if "norm" in entry["operation"]
-    ]
-    what = "FP8 products' error over exact accumulation's"
-    return [
-        furthest("FP8 products over exact accumulation", over, FP8_OVER_EXACT, "×"),
-        furthest(what, errors, FP8_ERROR_OVER_EXACT, "×", is_upper_bound=True),
-        furthest("norms with an FP8 result: of a copy's rate", norms, FP8_NORM_OF_COPY, "×"),
-    ]
-
-
 def most_of_host(result: Mapping | None, name: str) -> float | None:
     """The maximum of ``host_shares`` for each model."""
     return max(host_shares(result, TITLES[name]) if result else [], default=None)
@@ -621,8 +596,8 @@ def graphs(result: Mapping | None) -> list[Target]:
 
 
 def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
-    """All rows, from the results by name: families and CPU times, and, if there are any, MEASURED_LATER, FP8
-    and forwards with CUDA graphs."""
+    """All rows, from the results by name: families and CPU times, and, if there are any, MEASURED_LATER and
+    forwards with CUDA graphs."""
     measured = [name for name in FAMILIES if name not in MEASURED_LATER or name in results]
     entries = [entry for name in measured for entry in results[name]["workloads"]]
     large = [e for e in entries if e["bytes"] >= LARGE_BYTES]
@@ -706,7 +681,6 @@ def evaluate(results: Mapping[str, Mapping]) -> list[Target]:
         )
     )
     rows += attention(results.get("attention"))
-    rows += fp8(results["fp8"]) if "fp8" in results else []
     rows += models(results.get("models"))
     rows += model_forwards(results)
     return rows + graphs(results.get("cuda_graphs"))

@@ -411,23 +411,28 @@ def test_hub_benchmark(cls):
 
 
 @pytest.mark.parametrize(
-    ("modes", "names"),
+    ("options", "names"),
     [
         ("", ("sd3", "wan")),
-        ("eager,compiled,compiled-regional,injected", ("sd3", "wan")),
-        ("eager,injected", None),
-        ("eager,injected,injected+fp8", ("fp8_sd3", "fp8_wan")),
-        ("injected,injected+fp8", None),
+        ("--modes eager,compiled,compiled-regional,injected", ("sd3", "wan")),
+        ("--modes eager,injected", None),
+        ("--calls 4", None),
+        ("--modes eager,injected,injected+fp8", ("fp8_sd3", "fp8_wan")),
+        (
+            "--modes eager,injected,injected+fp8 --calls 4",
+            ("fp8_back_to_back_sd3", "fp8_back_to_back_wan"),
+        ),
+        ("--modes injected,injected+fp8", None),
     ],
 )
-def test_only_the_whole_benchmark_is_kept(modes, names, monkeypatch):
+def test_only_the_whole_benchmark_is_kept(options, names, monkeypatch):
     paths, real = [], record.destination
     environment = {"device": "A CPU", "date": "2026-11-22 04:07:31 UTC", "kernel_ids": []}
     monkeypatch.setattr(record, "destination", lambda *args: paths.append(real(*args)))
     monkeypatch.setattr(record, "environment", lambda device: environment)
     monkeypatch.setattr(bench_models, "measure_model", lambda *args: None)
     monkeypatch.setattr(models, "load_kernel", lambda: (None, 0.0))
-    arguments = ["--device", "cpu", "--model", "sd3,wan", *(["--modes", modes] if modes else [])]
+    arguments = ["--device", "cpu", "--model", "sd3,wan", *options.split()]
     assert CliRunner().invoke(bench_models.main, arguments).exit_code == 0
     kept = [history.RESULTS / name / "2026-11-22T040731-a-cpu.json" for name in names or ()]
     assert paths == (kept if names else [None, None])

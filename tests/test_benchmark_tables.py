@@ -23,6 +23,7 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import bench_attention
 import bench_cuda_graphs
 import flux2
+import fp8_targets
 import history
 import models
 import options
@@ -258,10 +259,12 @@ def test_fp8(tmp_path):
     assert rows_of(tmp_path, "fp8_fused") == [
         ["`linear_gelu_fp8`", "1×2×3", "110 µs", "0.80 / 0.80", "1.10 / 1.10"]
     ]
-    products, errors, norms = targets.fp8(result)
+    products, norms, errors, gelu = fp8_targets.operations(result)
     assert products.of == "1 of 2; the least: linear_fp8 2×2×3"
     assert products.verdict == "missed by 10.0%"
     assert errors.verdict == norms.verdict == "met", "only norms aim at a copy's rate"
+    assert (gelu.of, gelu.measured, gelu.verdict) == ("1×2×3", 1.1, "missed by 1.9%")
+    assert len(rows_of(tmp_path, "fp8_aims")) == len(fp8_targets.evaluate({"fp8": result}, None))
     labels = dict(compare_results.of_fp8(result))
     assert labels["layer_norm_modulate_fp8 2x3", "two passes"].value == pytest.approx(1.1)
 
@@ -285,14 +288,55 @@ def test_fp8_of_models(tmp_path):
     result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "LTX"}
     store(tmp_path, "fp8_ltx", {**result, "sizes": sizes})
     first, second, third = rows_of(tmp_path, "fp8_models")
-    assert first[1:] == ["peaked", "H200", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", "", ""]
-    assert second == ["LTX 17 frames 64×96", *first[1:8], "9.0 ms", "2.00×"]
+    assert first[1:] == ["peaked", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", ""]
+    assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms, 2.00×"]
     assert third == [second[0], "outliers", *second[2:]]
     rows = rows_of(tmp_path, "fp8_distances")
     assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
     assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]
     (row,) = rows_of(tmp_path, "fp8_memory")
     assert row[1:] == ["1.00 GiB", "1.00 GiB", "1.00 GiB", "0.50 GiB", "0.50"]
+    assert "--calls 4`" in rendered(tmp_path, "fp8_back_to_back")
+    store(tmp_path, "fp8_back_to_back_flux", {**result, "sizes": {"17x64x96": sizes["17x64x96"]}})
+    assert rows_of(tmp_path, "fp8_back_to_back") == [second, third]
+
+
+def test_targets_of_fp8_models():
+    rows = fp8_targets.evaluate({}, None)
+    assert {row.verdict for row in rows} == {"not measured"}
+
+    def made_up(size, **over):
+        modes = {models.INJECTED_FP8: {"distance_from_float32": 0.25}}
+        modes[models.TORCHAO] = {"distance_from_float32": 0.5}
+        peaked = {"modes": modes, "speedups": {models.INJECTED_FP8: over}}
+        entry = {"weights": {"peaked": peaked}, "injection_fp8": {"full_speed_s": 0.5}}
+        peaks = {"eager": 100, models.INJECTED_FP8: 70}
+        return {"model": "made up", "sizes": {size: {**entry, "peak_bytes": peaks}}}
+
+    over = {"eager": 2.1, "injected": 1.02, models.TORCHAO_COMPILED: 1.2}
+    modes = {"injected": {"joules": 10.0}, models.INJECTED_FP8: {"joules": 8.0}}
+    pipeline = {"name": "flux", "modes": modes, "speedups": {models.INJECTED_FP8: {"eager": 2.0}}}
+    results = {"fp8_flux": made_up("1024x1024", **over), "fp8_ltx": made_up("49x512x768", **over)}
+    results["fp8_back_to_back_flux"] = made_up("1024x1024", eager=2.4, injected=1.5)
+    results["fp8_compiled_flux"] = made_up("1024x1024", **over)
+    rows = fp8_targets.evaluate(results, {"pipelines": [pipeline]})
+    rows = [row for row in rows if row.measured is not None]
+    measured = {(row.what, row.of.partition(" ")[0]): (row.measured, row.verdict) for row in rows}
+    assert measured == {
+        ("FP8 over eager", "FLUX.1"): (2.1, "met"),
+        ("FP8 over injected in bfloat16", "FLUX.1"): (1.02, "missed by 25.0%"),
+        ("FP8, back to back, over eager", "FLUX.1"): (2.4, "met"),
+        ("FP8, back to back, over injected in bfloat16", "FLUX.1"): (1.5, "met"),
+        ("FP8 over torchao compiled", "FLUX.1"): (1.2, "met"),
+        ("FP8: peak memory over eager's", "FLUX.1"): (0.7, "missed by 7.7%"),
+        ("FP8: distance from float32 over torchao's", "2"): (0.5, "met"),
+        ("FP8: from the injection to full speed", "2"): (0.5, "met"),
+        ("FP8, whole pipeline, over eager", "FLUX.1"): (2.0, "met"),
+        ("FP8, whole pipeline: energy over injected in bfloat16", "FLUX.1"): (
+            0.8,
+            "missed by 14.3%",
+        ),
+    }, "the other size of LTX-Video has no aim for speed"
 
 
 def test_fp8_layers(tmp_path):

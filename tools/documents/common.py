@@ -41,6 +41,11 @@ SCRIPTS = {
         for name in ("ltx", "flux", "flux2", "qwenimage", "wan")
     },
     **{
+        f"fp8_back_to_back_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
+        "--weights peaked --no-distance --calls 4"
+        for name in ("flux", "qwenimage")
+    },
+    **{
         f"fp8_compiled_{name}": f"bench_models.py --model {name} --sizes {size} "
         "--modes eager,injected,compiled-regional+fp8,injected+fp8 --weights peaked --no-distance"
         for name, size in (("ltx", "161x512x768"), ("flux", "1024x1024"))
@@ -89,6 +94,20 @@ def card(result: dict) -> str:
 def markdown(rows: list[list[str]], headers: list[str]) -> str:
     align = ["left"] + ["right"] * (len(headers) - 1)
     return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def aims(evaluated: Sequence[targets.Target]) -> str:
+    rows = [
+        [
+            target.what,
+            target.of,
+            f"at {'most' if target.is_upper_bound else 'least'} {target.aim:.2f}{target.unit}",
+            "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
+            target.verdict,
+        ]
+        for target in evaluated
+    ]
+    return markdown(rows, ["what", "of", "aim", "measured", ""])
 
 
 def setup(*results: dict) -> str:

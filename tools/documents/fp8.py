@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import fp8_targets as targets
 import history
 import models
 
 from .common import (
     MODE_NAMES,
+    aims,
     card,
     is_measured,
     load,
@@ -24,6 +26,7 @@ from .common import (
 from .pipelines import label
 
 FP8_MODELS = ("fp8_ltx", "fp8_flux", "fp8_flux2", "fp8_qwenimage", "fp8_wan")
+FP8_BACK_TO_BACK = ("fp8_back_to_back_flux", "fp8_back_to_back_qwenimage")
 FP8_COMPILED = ("fp8_compiled_ltx", "fp8_compiled_flux")
 
 
@@ -88,22 +91,32 @@ def fp8_rows(results: Path) -> str:
 @table
 def fp8_models(results: Path) -> str:
     """One forward with the blocks' linear layers quantized by torchao, with each kind of weights."""
-    rows, measured = [], _measured(results)
+    return _models(results, FP8_MODELS)
+
+
+@table
+def fp8_back_to_back(results: Path) -> str:
+    """A forward of several back to back, for models whose single forward the host limits."""
+    return _models(results, FP8_BACK_TO_BACK)
+
+
+def _models(results: Path, names: Sequence[str]) -> str:
+    rows, measured = [], _measured(results, names)
     for result in measured:
         for size, entry in result["sizes"].items():
             for weights, of_weights in entry["weights"].items():
                 ms = {mode: each["ms"]["median"] for mode, each in of_weights["modes"].items()}
                 ours = ms[models.INJECTED_FP8]
-                row = [_name(result, size), weights, card(result), milliseconds(ours)]
+                row = [_name(result, size), weights, milliseconds(ours)]
                 others = ("eager", "injected", models.TORCHAO)
                 row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
                 row.append(f"{entry['injection_fp8']['full_speed_s']:.2f} s")
-                graphs, in_fp8 = (ms.get(mode) for mode in (models.GRAPHS, models.GRAPHS_FP8))
-                over = graphs / in_fp8 if graphs and in_fp8 else None
-                rows.append([*row, milliseconds(in_fp8), times(over)])
-    headers = ["model", "weights", "card", "FP8 injected", "over eager", "over injected"]
-    headers += ["over torchao eager", "to full speed", "FP8 with CUDA graphs"]
-    return _table(rows, [*headers, "over injected with graphs"], measured)
+                bfloat16, ours = map(ms.get, models.GRAPHS_MODES)
+                both = bfloat16 and ours and f"{milliseconds(ours)}, {times(bfloat16 / ours)}"
+                rows.append([*row, both or ""])
+    headers = ["model", "weights", "FP8 injected", "over eager", "over injected"]
+    headers += ["over torchao eager", "to full speed", "with CUDA graphs"]
+    return _table(rows, headers, measured, names)
 
 
 @table
@@ -181,7 +194,7 @@ def fp8_layers(results: Path) -> str:
 @table
 def fp8_pipelines(results: Path) -> str:
     """Whole pipelines: time and energy."""
-    found = history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
+    found = gathered_pipelines(results)
     if found is None:
         return unmeasured("fp8_pipelines")
     rows = []
@@ -194,6 +207,23 @@ def fp8_pipelines(results: Path) -> str:
     headers = ["pipeline", "eager", "injected", "FP8 injected", "over eager", "over injected"]
     headers += ["energy", "over injected's energy"]
     return markdown(rows, headers) + setup(*found["runs"])
+
+
+@table
+def fp8_aims(results: Path) -> str:
+    """What FP8 should reach, and whether it does."""
+    names = ("fp8", *FP8_MODELS, *FP8_BACK_TO_BACK, *FP8_COMPILED)
+    loaded = {name: load(results, name) for name in names if is_measured(results, name)}
+    pipelines = gathered_pipelines(results)
+    if not loaded and pipelines is None:
+        return unmeasured("fp8")
+    runs = [*loaded.values(), *(pipelines["runs"] if pipelines else ())]
+    return aims(targets.evaluate(loaded, pipelines)) + setup(*runs)
+
+
+def gathered_pipelines(results: Path) -> dict | None:
+    """The newest figures of each whole pipeline."""
+    return history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
 
 
 def _of(mode: dict, key: str) -> float:

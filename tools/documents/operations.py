@@ -15,6 +15,7 @@ import targets as targets_
 from .common import (
     NOT_MEASURED,
     TABLES,
+    aims,
     card,
     footnote,
     is_measured,
@@ -353,7 +354,7 @@ def attention_accuracy(results: Path) -> str:
 @table
 def targets(results: Path) -> str:
     """What the operations should reach, and whether they do."""
-    names = ("attention", "group_norm", "in_part", "fp8")
+    names = ("attention", "group_norm", "in_part")
     later = [name for name in names if is_measured(results, name)]
     first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
     loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host")}
@@ -368,17 +369,7 @@ def targets(results: Path) -> str:
     parts = [*gathered.values(), *([pipelines] if pipelines else [])]
     runs = [*loaded.values(), *(run for of_runs in parts for run in of_runs["runs"])]
     evaluated = targets_.evaluate({**loaded, **gathered}) + pipeline_targets.evaluate(pipelines)
-    rows = [
-        [
-            target.what,
-            target.of,
-            f"at {'most' if target.is_upper_bound else 'least'} {target.aim:.2f}{target.unit}",
-            "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
-            target.verdict,
-        ]
-        for target in evaluated
-    ]
-    return markdown(rows, ["what", "of", "aim", "measured", ""]) + setup(*runs)
+    return aims(evaluated) + setup(*runs)
 
 
 @table

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-import history
 import models
 import targets
 
@@ -25,6 +24,7 @@ from .common import (
     table,
     times,
 )
+from .fp8 import gathered_pipelines
 
 
 def rows_of_models(
@@ -132,7 +132,7 @@ def attention_worst(results: Path) -> str:
 @figure
 def fp8_flux_pipeline(results: Path) -> str:
     """Seconds of FLUX.1-dev's pipeline: eager, injected, injected in FP8."""
-    found = history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
+    found = gathered_pipelines(results)
     if found is None:
         return NOT_MEASURED
     modes = next(entry["modes"] for entry in found["pipelines"] if entry["name"] == "flux")
