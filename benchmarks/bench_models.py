@@ -2,7 +2,8 @@
 
 --modes selects more: compiled as a whole, compiled with CUDA graphs (reduce-overhead), injected without
 attention, injected with CUDA graphs, injected and compiled by blocks or as a whole, and with the blocks'
-linear layers in FP8 (torchao's, a scale per row): eager, compiled block by block, injected, with CUDA graphs.
+linear layers in FP8 (torchao's, a scale per row): eager, compiled block by block, injected, with CUDA graphs;
+and injected with each precision of inject_kernels.
 
 Sizes are the published ones (most with fewer blocks), inputs are those of the pipelines. All modes share one
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
@@ -49,7 +50,11 @@ from tabulate import tabulate
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
 # The modes whose injection is timed, and its entry in the result.
-INJECTIONS = {"injected": "injection", models.INJECTED_FP8: "injection_fp8"}
+INJECTIONS = {
+    "injected": "injection",
+    models.INJECTED_FP8: "injection_fp8",
+    **{mode: f"injection_precision_{name}" for mode, name in models.PRECISION_MODES.items()},
+}
 FP8_DEFAULT_MODES = ("eager", "injected", models.INJECTED_FP8)
 # Modes whose memory --peak-memory leaves out: without the others they would be compiled once more.
 NO_MEMORY = ("compiled", "graphs", models.REDUCE_OVERHEAD)
@@ -170,7 +175,7 @@ def measure_size(
         quantized += [instance] if mode in models.FP8_MODES else []
         forward = forwards[mode] = functools.partial(instance, **arguments)
         if mode in INJECTIONS:
-            if mode not in models.FP8_MODES or device.type == "cuda":  # torchao needs a GPU
+            if mode not in models.TORCHAO_MODES or device.type == "cuda":  # torchao needs a GPU
                 forward()
             result[INJECTIONS[mode]] = inject(instance, kernel, mode, forward, device)
         elif mode.startswith("injected"):
@@ -210,7 +215,7 @@ def peak_memory(
         if any(part in mode for part in NO_MEMORY):
             continue
         model = published.transformer(device, settings.dtype, tiny)
-        if mode in models.FP8_MODES:
+        if mode in models.TORCHAO_MODES:
             models.quantize(model)
         if mode.startswith("injected"):
             models.inject(kernel, model, mode)

@@ -83,7 +83,7 @@ def set_up(
 ) -> tuple[Callable[..., torch.Tensor], Any, Any]:
     """The call of a pipeline in this mode, its autoencoder, and the report of the injection."""
     twin = pipeline.twin(pipe)
-    if mode in models.FP8_MODES:
+    if mode in models.TORCHAO_MODES:
         models.quantize(pipeline.denoiser(twin))
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
     models.compile_as(pipeline.denoiser(twin), mode)
@@ -228,7 +228,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "pipelines": [],
     }
     name, neutral = "pipelines", ("pipelines",)
-    if models.INJECTED_FP8 in modes:
+    if not set(models.FP8_MODES).isdisjoint(modes):
         name, neutral = "fp8_pipelines", ("pipelines", "modes", "steps")
     output = record.destination(output, name, result["environment"], neutral)
     for pipeline in pipelines:

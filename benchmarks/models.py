@@ -33,13 +33,18 @@ GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
 GRAPHS_FP8 = f"{GRAPHS}+fp8"
 GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
-FP8_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
+TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
+# The layers that inject_kernels(precision=...) quantizes.
+PRECISION_MODES = {f"injected+precision-{name}": name for name in ("fp8", "fp8-fast")}
+FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     NO_ATTENTION: {"attention": False},
     **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
+    # Twins keep the weights.
+    **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},
 }
-# Parts of the names of linear layers in blocks that stay as they are: they modulate.
+# Parts of the names of linear layers in blocks that TORCHAO_MODES leave as they are: they modulate.
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
     *("eager", "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
@@ -154,9 +159,9 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def twin_for(model: torch.nn.Module, mode: str) -> torch.nn.Module:
-    """A twin, with quantized linear layers in FP8_MODES."""
+    """A twin, with quantized linear layers in TORCHAO_MODES."""
     instance = twin(model)
-    if mode in FP8_MODES:
+    if mode in TORCHAO_MODES:
         quantize(instance)
     return instance
 
@@ -315,7 +320,7 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
 
 
 def fp8_layers(model: torch.nn.Module) -> list[str]:
-    """Names of the linear layers that FP8 modes quantize: all in blocks, except those that modulate."""
+    """Names of the linear layers that TORCHAO_MODES quantize: all in blocks, except those that modulate."""
     return [
         f"{stack}.{name}"
         for stack, blocks in model.named_children()
@@ -356,15 +361,18 @@ def quantize(model: torch.nn.Module, names: Collection[str] | None = None) -> No
 
 
 def quantize_again(quantized: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Have the layers of a twin quantized by `quantize` be made of the model's weights as they are now, in
-    place."""
+    """Have a twin's quantized layers be made of the model's weights as they are now, in place."""
+    layers = {
+        name: module.weight
+        for name, module in quantized.named_modules()
+        if hasattr(getattr(module, "weight", None), "qdata")
+    }
     fresh = twin(model)
-    quantize(fresh)
-    for name in fp8_layers(model):
-        old, new = (each.get_submodule(name).weight for each in (quantized, fresh))
-        if hasattr(new, "qdata"):  # torchao leaves out sizes that are no multiples of 16
-            old.qdata.copy_(new.qdata)
-            old.scale.copy_(new.scale)
+    quantize(fresh, layers)
+    for name, old in layers.items():
+        new = fresh.get_submodule(name).weight
+        old.qdata.copy_(new.qdata)
+        old.scale.copy_(new.scale)
 
 
 def free(device: torch.device) -> None:

@@ -230,6 +230,23 @@ def test_pipelines(result_of, device):
 
 
 @needs_torchao
+def test_precisions(result_of, monkeypatch):
+    """The chosen layers are made of the weights that are measured, which the other modes keep."""
+    precision = sys.modules[f"{models.load_kernel()[0].__name__}.injection.precision"]
+    monkeypatch.setattr(precision, "MIN_FEATURES", 16)
+    modes, weights = ("eager", *models.PRECISION_MODES), ("peaked", models.OUTLIERS)
+    arguments = ["--modes", ",".join(modes), "--weights", ",".join(weights), "--rounds", "1"]
+    result = result_of(bench_models, "--model", "flux", *arguments, "--peak-memory")
+    (entry,) = result["sizes"].values()
+    assert entry["injection_precision_fp8"]["full_speed_s"] > 0
+    for of_weights in entry["weights"].values():
+        assert of_weights["modes"]["eager"]["distance_over_eager"] == 1
+        for mode in models.PRECISION_MODES:
+            assert 2 < of_weights["modes"][mode]["distance_over_eager"] < 15
+    assert list(entry["peak_bytes"]) == list(modes)
+
+
+@needs_torchao
 def test_pipelines_in_fp8(result_of):
     modes = ("injected", models.INJECTED_FP8)
     arguments = ["--pipelines", "ltx", "--rounds", "1", "--steps", "3", "--modes", ",".join(modes)]

@@ -41,6 +41,7 @@ import render_plots
 from documents.common import TABLES
 from documents.operations import attention_label
 
+SAFE = "injected+precision-fp8"
 ANY_DEVICE = ("trained_attention",)  # scores in float32
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)<!-- end table -->", re.DOTALL)
 
@@ -270,7 +271,7 @@ def test_fp8(tmp_path):
 
 
 def test_fp8_of_models(tmp_path):
-    names = ("fp8_models", "fp8_distances", "fp8_memory")
+    names = ("fp8_models", "fp8_precisions", "fp8_distances", "fp8_memory")
     assert all("Not measured yet: `" in rendered(tmp_path, name) for name in names)
     assert "--modes eager,injected,compiled-regional+fp8" in rendered(tmp_path, "fp8_compiled")
 
@@ -291,6 +292,7 @@ def test_fp8_of_models(tmp_path):
     assert first[1:] == ["peaked", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", ""]
     assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms, 2.00×"]
     assert third == [second[0], "outliers", *second[2:]]
+    assert "--modes eager,injected,injected+graphs" in rendered(tmp_path, "fp8_precisions")
     rows = rows_of(tmp_path, "fp8_distances")
     assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
     assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]
@@ -339,6 +341,20 @@ def test_targets_of_fp8_models():
     }, "the other size of LTX-Video has no aim for speed"
 
 
+def test_fp8_precisions(tmp_path):
+    mode = {"ms": timing.summarize([8.0]), "distance_from_float32": 0.02}
+    of_weights = {"modes": {SAFE: mode}, "speedups": {SAFE: {"eager": 2.0, "injected": 1.1}}}
+    entry = {"weights": {"peaked": of_weights}, "injection_precision_fp8": {"full_speed_s": 3.0}}
+    result = {"environment": ENVIRONMENT, "model": "LTX", "sizes": {"9x64x96": entry}}
+    store(tmp_path, "fp8_ltx", result)
+    assert rows_of(tmp_path, "fp8_precisions") == [
+        [
+            *("LTX 9 frames 64×96", "peaked", '`precision="fp8"`'),
+            *("8.0 ms", "2.00×", "1.10×", "20.0", "3.00 s"),
+        ]
+    ]
+
+
 def test_fp8_layers(tmp_path):
     assert "`python benchmarks/bench_fp8_layers.py`" in rendered(tmp_path, "fp8_layers")
     entries = [
@@ -361,14 +377,16 @@ def test_fp8_layers(tmp_path):
 
 def test_fp8_pipelines(tmp_path):
     assert "`python benchmarks/bench_pipelines.py" in rendered(tmp_path, "fp8_pipelines")
-    modes = {
-        mode: {"seconds": timing.summarize([seconds]), "joules": 500 * seconds}
-        for mode, seconds in (("eager", 4.0), ("injected", 2.0), (models.INJECTED_FP8, 1.0))
-    }
+    seconds = {"eager": 4.0, "injected": 2.0, models.INJECTED_FP8: 1.0, SAFE: 1.6}
+    modes = {m: {"seconds": timing.summarize([s]), "joules": 500 * s} for m, s in seconds.items()}
     entry = {"name": "flux", "title": "FLUX", "size": "64x96", "steps": 28, "modes": modes}
     store(tmp_path, "fp8_pipelines", {"environment": ENVIRONMENT, "pipelines": [entry]})
     assert rows_of(tmp_path, "fp8_pipelines") == [
-        ["FLUX, 64×96, 28 steps", "4.00 s", "2.00 s", "1.00 s", "4.00×", "2.00×", "500 J", "0.50×"]
+        ["FLUX, 64×96, 28 steps", "4.00 s", "2.00 s", "1.00 s", "4.00×", "2.00×", "500 J", "0.50×"],
+        [
+            'FLUX, 64×96, 28 steps, `precision="fp8"`',
+            *("4.00 s", "2.00 s", "1.60 s", "2.50×", "1.25×", "800 J", "0.80×"),
+        ],
     ]
 
 

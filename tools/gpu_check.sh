@@ -98,11 +98,15 @@ step_graphs() {
 # With torchao, and after it torch.compile, which then takes minutes for a model.
 step_fp8_models() {
   local status=0 modes=eager,injected,injected+fp8 graphs=injected+graphs,injected+graphs+fp8 name
-  "$PYTHON" benchmarks/bench_models.py --model ltx,flux,flux2,qwenimage,wan \
+  local precisions=injected+precision-fp8,injected+precision-fp8-fast
+  "$PYTHON" benchmarks/bench_models.py --model flux,flux2,qwenimage,wan \
     --modes "$modes,$graphs,eager+fp8" --weights peaked,outliers --peak-memory || status=1
+  "$PYTHON" benchmarks/bench_models.py --model ltx --modes "$modes,$graphs,eager+fp8,$precisions" \
+    --weights peaked,outliers --peak-memory || status=1
   "$PYTHON" benchmarks/bench_models.py --model flux,qwenimage --calls 4 --modes "$modes,$graphs" \
     --weights peaked --no-distance || status=1
-  "$PYTHON" benchmarks/bench_pipelines.py --pipelines flux,ltx --modes "$modes" || status=1
+  "$PYTHON" benchmarks/bench_pipelines.py --pipelines flux,ltx --modes "$modes,$precisions" || status=1
+  "$PYTHON" benchmarks/bench_pipelines.py --pipelines wan --modes "eager,injected,$precisions" || status=1
   for name in "ltx --sizes 161x512x768" "flux --sizes 1024x1024"; do
     "$PYTHON" benchmarks/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
       --weights peaked --no-distance || status=1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import history
+import models
 import targets
 from tabulate import tabulate
 
@@ -24,6 +25,8 @@ MODE_NAMES = {
     "compiled-regional+fp8": "FP8 by torchao, torch.compile, block by block",
     "injected+fp8": "FP8 by torchao, injected",
     "injected+graphs+fp8": "FP8 by torchao, injected with CUDA graphs",
+    "injected+precision-fp8": '`precision="fp8"`',
+    "injected+precision-fp8-fast": '`precision="fp8-fast"`',
 }
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full
@@ -38,8 +41,10 @@ SCRIPTS = {
     **{
         f"fp8_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
         "--weights peaked,outliers --peak-memory"
-        for name in ("ltx", "flux", "flux2", "qwenimage", "wan")
+        for name in ("flux", "flux2", "qwenimage", "wan")
     },
+    "fp8_ltx": "bench_models.py --model ltx "
+    f"--modes {FP8_MODES},{','.join(models.PRECISION_MODES)} --weights peaked,outliers --peak-memory",
     **{
         f"fp8_back_to_back_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
         "--weights peaked --no-distance --calls 4"
@@ -52,7 +57,8 @@ SCRIPTS = {
     },
     "fp8_quality": "bench_quality.py "
     "--modes eager,eager-efficient,eager-float32,injected,eager+fp8,injected+fp8",
-    "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx --modes eager,injected,injected+fp8",
+    "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx "
+    f"--modes eager,injected,injected+fp8,{','.join(models.PRECISION_MODES)}",
 }
 
 # Renders one table, or one figure, from the results folder.

@@ -120,6 +120,28 @@ def _models(results: Path, names: Sequence[str]) -> str:
 
 
 @table
+def fp8_precisions(results: Path) -> str:
+    """One forward with the layers in FP8 that inject_kernels(precision=...) chooses."""
+    rows, measured = [], []
+    for result in _measured(results):
+        for size, entry in result["sizes"].items():
+            for weights, of_weights in entry["weights"].items():
+                modes = of_weights["modes"]
+                for mode in filter(modes.__contains__, models.PRECISION_MODES):
+                    measured += [result] if result not in measured else []
+                    over = of_weights["speedups"][mode]
+                    row = [_name(result, size), weights, MODE_NAMES[mode]]
+                    row += [milliseconds(modes[mode]["ms"]["median"])]
+                    row += [times(over[other]) for other in ("eager", "injected")]
+                    distance = modes[mode].get("distance_from_float32")
+                    row.append("" if distance is None else _thousandths(distance))
+                    injection = entry[f"injection_precision_{models.PRECISION_MODES[mode]}"]
+                    rows.append([*row, f"{injection['full_speed_s']:.2f} s"])
+    headers = ["model", "weights", "layers", "time", "over eager", "over injected"]
+    return _table(rows, [*headers, "distance, 10⁻³", "to full speed"], measured, ("fp8_ltx",))
+
+
+@table
 def fp8_compiled(results: Path) -> str:
     """Beside torchao's layers compiled block by block, which takes minutes."""
     rows, measured = [], _measured(results, FP8_COMPILED)
@@ -199,11 +221,16 @@ def fp8_pipelines(results: Path) -> str:
         return unmeasured("fp8_pipelines")
     rows = []
     for entry in found["pipelines"]:
-        modes = [entry["modes"][mode] for mode in ("eager", "injected", models.INJECTED_FP8)]
-        seconds, joules = ([_of(mode, key) for mode in modes] for key in ("seconds", "joules"))
-        row = [label(entry), *(f"{value:.2f} s" for value in seconds)]
-        row += [times(value / seconds[-1]) for value in seconds[:-1]]
-        rows.append([*row, f"{joules[-1]:.0f} J", times(joules[-1] / joules[1])])
+        for fp8 in {models.INJECTED_FP8: "", **models.PRECISION_MODES}:
+            if fp8 not in entry["modes"]:
+                continue
+            modes = [entry["modes"][mode] for mode in ("eager", "injected", fp8)]
+            seconds, joules = ([_of(mode, key) for mode in modes] for key in ("seconds", "joules"))
+            of_precision = [MODE_NAMES[fp8]] if fp8 in models.PRECISION_MODES else []
+            row = [", ".join([label(entry), *of_precision])]
+            row += [f"{value:.2f} s" for value in seconds]
+            row += [times(value / seconds[-1]) for value in seconds[:-1]]
+            rows.append([*row, f"{joules[-1]:.0f} J", times(joules[-1] / joules[1])])
     headers = ["pipeline", "eager", "injected", "FP8 injected", "over eager", "over injected"]
     headers += ["energy", "over injected's energy"]
     return markdown(rows, headers) + setup(*found["runs"])
