@@ -215,8 +215,7 @@ def peak_memory(
         if any(part in mode for part in NO_MEMORY):
             continue
         model = published.transformer(device, settings.dtype, tiny)
-        if mode in models.TORCHAO_MODES:
-            models.quantize(model)
+        models.quantize_for(model, mode)
         if mode.startswith("injected"):
             models.inject(kernel, model, mode)
         arguments = published.inputs(model, size, device, settings.dtype)

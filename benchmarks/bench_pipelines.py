@@ -83,8 +83,7 @@ def set_up(
 ) -> tuple[Callable[..., torch.Tensor], Any, Any]:
     """The call of a pipeline in this mode, its autoencoder, and the report of the injection."""
     twin = pipeline.twin(pipe)
-    if mode in models.TORCHAO_MODES:
-        models.quantize(pipeline.denoiser(twin))
+    models.quantize_for(pipeline.denoiser(twin), mode)
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
     models.compile_as(pipeline.denoiser(twin), mode)
     return pipeline.call(twin, tiny), twin.vae, report

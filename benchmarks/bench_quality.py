@@ -45,8 +45,7 @@ def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: to
     """The pipeline in this mode."""
     dtype = torch.float32 if mode == FLOAT32 else dtype
     pipe = load(device, dtype)
-    if mode in FP8_MODES:
-        models.quantize(pipe.transformer)
+    models.quantize_for(pipe.transformer, mode)
     if mode.startswith("injected"):
         models.inject(kernel, pipe, mode)
     return pipe

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import models
-from targets import MODEL_WEIGHTS, Target, furthest, label
+from pipeline_targets import UNMEASURED, over, ratio
+from targets import MODEL_WEIGHTS, Target, furthest, label, sized
 
 # Products over torch._scaled_mm with exact accumulation; their error over its (the order of additions
 # differs); a product with GELU over the product alone; norms with a quantized result over a copy.
@@ -47,13 +48,13 @@ def evaluate(results: Mapping[str, Mapping], pipelines: Mapping | None) -> list[
             back_to_back = results.get(f"fp8_back_to_back_{name}")
             rows += _forwards(aims, "FP8, back to back,", back_to_back)
     for name, aim in OVER_TORCHAO_COMPILED.items():
-        over = _over(FORWARDS[name], results.get(f"fp8_compiled_{name}"), models.TORCHAO_COMPILED)
-        rows.append(Target("FP8 over torchao compiled", FORWARDS[name].title, aim, over, "×"))
+        times = _over(FORWARDS[name], results.get(f"fp8_compiled_{name}"), models.TORCHAO_COMPILED)
+        rows.append(Target("FP8 over torchao compiled", FORWARDS[name].title, aim, times, "×"))
     for name, aim in MEMORY_OVER_EAGER.items():
         peaks = _size(FORWARDS[name], results.get(f"fp8_{name}")).get("peak_bytes")
-        ratio = peaks[models.INJECTED_FP8] / peaks["eager"] if peaks else None
+        share = peaks[models.INJECTED_FP8] / peaks["eager"] if peaks else None
         what = "FP8: peak memory over eager's"
-        rows.append(Target(what, FORWARDS[name].title, aim, ratio, "×", is_upper_bound=True))
+        rows.append(Target(what, FORWARDS[name].title, aim, share, "×", is_upper_bound=True))
     for what, aim, key, unit in (
         ("FP8: distance from float32 over torchao's", DISTANCE_OVER_TORCHAO, _distance, "×"),
         ("FP8: from the injection to full speed", FULL_SPEED_S, _full_speed, " s"),
@@ -71,7 +72,7 @@ def operations(result: Mapping) -> list[Target]:
         return {mode: times["median"] for mode, times in entry["microseconds"].items()}
 
     products = {f"linear_fp8 {'×'.join(map(str, e['size']))}": e for e in result["fp8"]["products"]}
-    over = [(name, medians(e)["exact"] / medians(e)["ours"]) for name, e in products.items()]
+    speedups = [(name, medians(e)["exact"] / medians(e)["ours"]) for name, e in products.items()]
     errors = [(name, e["errors"]["ours"] / e["errors"]["exact"]) for name, e in products.items()]
     gelu = [
         ("×".join(map(str, entry["size"])), medians(entry)["ours"] / medians(entry)["product"])
@@ -88,7 +89,7 @@ def operations(result: Mapping) -> list[Target]:
         ("linear_gelu_fp8 over the product alone", gelu, GELU_OVER_PRODUCT),
     )
     return [
-        furthest("FP8 products over exact accumulation", over, OVER_EXACT, "×"),
+        furthest("FP8 products over exact accumulation", speedups, OVER_EXACT, "×"),
         furthest("norms with an FP8 result: of a copy's rate", norms, NORM_OF_COPY, "×"),
         *(furthest(*bound, "×", is_upper_bound=True) for bound in bounds),
     ]
@@ -98,7 +99,7 @@ def _forwards(aims: Aims, what: str, result: Mapping | None) -> list[Target]:
     return [
         Target(
             f"{what} over {other}",
-            _label(aims.title, aims.size),
+            sized(aims.title, aims.size),
             aim,
             _over(aims, result, mode),
             "×",
@@ -108,10 +109,6 @@ def _forwards(aims: Aims, what: str, result: Mapping | None) -> list[Target]:
             ("injected in bfloat16", "injected", aims.over_injected),
         )
     ]
-
-
-def _label(model: str, size: str) -> str:
-    return f"{model} {size.replace('x', '×')}"
 
 
 def _size(aims: Aims, result: Mapping | None) -> Mapping:
@@ -132,23 +129,24 @@ def _distance(result: Mapping | None) -> Iterator[tuple[str, float]]:
                 for mode in (models.INJECTED_FP8, models.TORCHAO)
             )
             if ours and torchaos:
-                yield f"{_label(result['model'], size)}, {weights}", ours / torchaos
+                yield f"{sized(result['model'], size)}, {weights}", ours / torchaos
 
 
 def _full_speed(result: Mapping | None) -> Iterator[tuple[str, float]]:
     for size, entry in result["sizes"].items() if result else ():
-        yield _label(result["model"], size), entry["injection_fp8"]["full_speed_s"]
+        yield sized(result["model"], size), entry["injection_fp8"]["full_speed_s"]
 
 
 def _pipelines(found: Mapping | None) -> list[Target]:
     entries = {entry["name"]: entry for entry in found["pipelines"]} if found else {}
     rows = []
     for name, aim in PIPELINE_OVER_EAGER.items():
-        over = entries[name]["speedups"][models.INJECTED_FP8]["eager"] if name in entries else None
-        rows.append(Target("FP8, whole pipeline, over eager", FORWARDS[name].title, aim, over, "×"))
+        times = over(entries.get(name, UNMEASURED), "eager", models.INJECTED_FP8)
+        rows.append(
+            Target("FP8, whole pipeline, over eager", FORWARDS[name].title, aim, times, "×")
+        )
     for name, aim in PIPELINE_ENERGY_OVER_INJECTED.items():
         what, title = "FP8, whole pipeline: energy over injected in bfloat16", FORWARDS[name].title
-        modes = entries[name]["modes"] if name in entries else None
-        joules = modes and modes[models.INJECTED_FP8]["joules"] / modes["injected"]["joules"]
+        joules = ratio(entries.get(name, UNMEASURED), "joules", "injected", models.INJECTED_FP8)
         rows.append(Target(what, title, aim, joules, "×", is_upper_bound=True))
     return rows

@@ -161,8 +161,7 @@ def twin(model: torch.nn.Module) -> torch.nn.Module:
 def twin_for(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     """A twin, with quantized linear layers in TORCHAO_MODES."""
     instance = twin(model)
-    if mode in TORCHAO_MODES:
-        quantize(instance)
+    quantize_for(instance, mode)
     return instance
 
 
@@ -358,6 +357,12 @@ def quantize(model: torch.nn.Module, names: Collection[str] | None = None) -> No
             layer.weight.detach(), granularity=PerRow(), act_quant_kwargs=of_input
         )
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def quantize_for(model: torch.nn.Module, mode: str) -> None:
+    """As TORCHAO_MODES ask for; the others leave the model as it is."""
+    if mode in TORCHAO_MODES:
+        quantize(model)
 
 
 def quantize_again(quantized: torch.nn.Module, model: torch.nn.Module) -> None:

@@ -171,6 +171,10 @@ def label(entry: Mapping) -> str:
     return f"{name} {'×'.join(map(str, entry['shape']))}"
 
 
+def sized(title: str, size: str) -> str:
+    return f"{title} {size.replace('x', '×')}"
+
+
 def furthest(
     what: str,
     figures: Figures,
@@ -393,9 +397,7 @@ def model_forwards(results: Mapping[str, Mapping]) -> list[Target]:
         """A figure for each size, or a missing one."""
         return [
             (
-                TITLES[name]
-                if forward is None
-                else f"{TITLES[name]} {forward.size.replace('x', '×')}",
+                TITLES[name] if forward is None else sized(TITLES[name], forward.size),
                 None if forward is None else value(forward),
             )
             for name in names
@@ -544,7 +546,7 @@ def over_mode(forward: Mapping | None, other: str, mode: str = GRAPHS) -> float 
 
 
 def graph_label(forward: Mapping) -> str:
-    return f"{TITLES[forward['name']]} {forward['size'].replace('x', '×')}"
+    return sized(TITLES[forward["name"]], forward["size"])
 
 
 def graphs(result: Mapping | None) -> list[Target]:
@@ -560,7 +562,7 @@ def graphs(result: Mapping | None) -> list[Target]:
     rows = [
         Target(
             f"with CUDA graphs over {names[other]}",
-            f"{TITLES[name]} {size.replace('x', '×')}",
+            sized(TITLES[name], size),
             aim,
             best_over(name, size, other),
             "×",

@@ -288,6 +288,7 @@ def test_fp8_of_models(tmp_path):
     sizes = {size: {**e, "injection_fp8": {"full_speed_s": 0.5}} for size, e in sizes.items()}
     result = {"environment": {**ENVIRONMENT, "device": "NVIDIA H200"}, "model": "LTX"}
     store(tmp_path, "fp8_ltx", {**result, "sizes": sizes})
+    assert "NVIDIA H200" in rendered(tmp_path, "fp8_models")
     first, second, third = rows_of(tmp_path, "fp8_models")
     assert first[1:] == ["peaked", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", ""]
     assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms, 2.00×"]
