@@ -153,8 +153,13 @@ def name_of(published: ModuleType, is_tiny: bool) -> str:
 
 
 def twin(model: torch.nn.Module) -> torch.nn.Module:
-    """Modules of its own over the same parameters and buffers, which are not copied."""
-    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    """Modules and parameters of its own over the same values, which are not copied. Buffers are the same.
+
+    inject_kernels(precision=...) moves the values of the parameters that it is given.
+    """
+    shared: dict[int, torch.Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        shared[id(parameter)] = torch.nn.Parameter(parameter, parameter.requires_grad)
     return copy.deepcopy(model, shared)
 
 

@@ -121,9 +121,9 @@ def test_published_size(published):
 def test_a_model_with_all_of_its_blocks(published):
     """Repeated blocks are separate modules with shared weights, and the name has their number."""
     model = published.transformer(CPU, torch.bfloat16, True)
-    parameters = {id(p) for p in model.parameters()}
+    places = {p.data_ptr() for p in model.parameters()}
     assert published.NAME.startswith(models.complete(model, published) + ", ")
-    assert {id(p) for p in model.parameters()} == parameters
+    assert {p.data_ptr() for p in model.parameters()} == places
     for name, count in published.PUBLISHED_BLOCKS.items():
         assert len(set(model.get_submodule(name))) == count
 
@@ -218,6 +218,24 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
                 assert torch.equal(outputs[-1][0], model(**arguments)[0])
     assert counter.frame_count == 1
     assert all(finite_distance(b, a) > 0.05 for a, b in zip(*outputs, strict=True))
+
+
+def test_values_that_a_twin_moves_stay_in_the_model():
+    """As inject_kernels(precision=...) moves them. Values that change in place change in both."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model[1].weight.requires_grad_(False)
+    twin = models.twin(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2)
+    versions = [parameter._version for parameter in model.parameters()]
+    assert [parameter._version for parameter in twin.parameters()] == versions
+    assert all(p.eq(2).all() for p in twin.parameters())
+    assert [p.requires_grad for p in twin.parameters()] == [True, True, False, True]
+    assert twin[1].running_mean is model[1].running_mean
+    for parameter in twin.parameters():
+        parameter.data = torch.zeros(())
+    assert all(p.eq(2).all() and p.dim() for p in model.parameters())
 
 
 @pytest.mark.parametrize("published", [ltx, flux, wan, qwenimage], ids=lambda p: p.__name__)
