@@ -133,8 +133,14 @@ def _distance(result: Mapping | None) -> Iterator[tuple[str, float]]:
 
 
 def _full_speed(result: Mapping | None) -> Iterator[tuple[str, float]]:
+    """Of models that torchao has quantized, and of those that the injection quantizes."""
+    injections = {"injection_fp8": ""}
+    for precision in models.PRECISION_MODES.values():
+        injections[f"injection_precision_{precision}"] = f', precision="{precision}"'
     for size, entry in result["sizes"].items() if result else ():
-        yield sized(result["model"], size), entry["injection_fp8"]["full_speed_s"]
+        for key, how in injections.items():
+            if key in entry:
+                yield sized(result["model"], size) + how, entry[key]["full_speed_s"]
 
 
 def _pipelines(found: Mapping | None) -> list[Target]:

@@ -485,6 +485,26 @@ def test_ejection(kernel, device, family, precision):
     assert torch.equal(run(model, family.inputs(device, BFLOAT16, seed=1)), expected)
 
 
+@pytest.mark.parametrize("at_once", [1, 64 * 7])
+def test_originals_in_parts(kernel, device, at_once, monkeypatch):
+    """Their values are copied in parts, and the last one is smaller. One weight is not contiguous."""
+    model = model_of(LTX, device)
+    layer = model.transformer_blocks[2].attn1.to_q
+    layer.weight = nn.Parameter(layer.weight.t().contiguous().t(), requires_grad=False)
+    before = dict(model.named_parameters())
+    values = {name: value.clone() for name, value in before.items()}
+    monkeypatch.setattr(part_of(kernel, "fp8_weights"), "_AT_ONCE", at_once)
+    names = kernel.inject_kernels(model, precision="fp8").quantized
+    for name in names:
+        parameter = before[f"{name}.weight"]
+        assert parameter.device.type == "cpu"
+        assert torch.equal(parameter, values[f"{name}.weight"].cpu())
+    kernel.eject_kernels(model)
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name] and torch.equal(parameter, values[name])
+        assert parameter.device == values[name].device
+
+
 def test_originals_are_let_go(kernel, device, caplog):
     model = model_of(LTX, device)
     layer = model.transformer_blocks[2].attn1.to_q

@@ -215,7 +215,7 @@ def fp8_layers(results: Path) -> str:
 
 @table
 def fp8_pipelines(results: Path) -> str:
-    """Whole pipelines: time and energy."""
+    """Whole pipelines: time, energy, and the time of the injection with the first steps."""
     found = gathered_pipelines(results)
     if found is None:
         return unmeasured("fp8_pipelines")
@@ -230,9 +230,10 @@ def fp8_pipelines(results: Path) -> str:
             row = [", ".join([label(entry), *of_precision])]
             row += [f"{value:.2f} s" for value in seconds]
             row += [times(value / seconds[-1]) for value in seconds[:-1]]
-            rows.append([*row, f"{joules[-1]:.0f} J", times(joules[-1] / joules[1])])
+            row.append(times(joules[-1] / joules[1]))
+            rows.append([*row, f"{modes[-1]['first_steps_s']:.1f} s"])
     headers = ["pipeline", "eager", "injected", "FP8 injected", "over eager", "over injected"]
-    headers += ["energy", "over injected's energy"]
+    headers += ["energy over injected's", "injection and two steps"]
     return markdown(rows, headers) + setup(*found["runs"])
 
 
