@@ -962,8 +962,11 @@ class Twins:
     )
     def offload(self, *, kind):
         target = kind.partition(" ")[2]
-        # diffusers writes none of torchao's tensors to a disk.
+        # diffusers writes none of torchao's tensors to a disk. It prefetches their layers in the order of the
+        # first forward, which some later actions change.
         if target == "disk" and (self.changes_weights or self.fp8):
+            return
+        if kind == "leaf_level stream" and self.fp8:
             return
         if target == "stream" and self.is_on_cpu:
             return
