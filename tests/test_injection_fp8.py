@@ -632,40 +632,6 @@ def test_offloading(kernel, device, kind, is_injected_first):
     assert "products" not in of_fp8(model, arguments)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="prefetching needs streams of a GPU")
-@some_families
-def test_prefetched(kernel, device, family):
-    """diffusers prefetches layers in the order of the first forward, which the kernels change."""
-    model, arguments, _ = prepared(family, device)
-    expected = run(fp8_models.eager(model), arguments)
-    offload(model, "leaf_level stream", device)
-    for change in (lambda model: None, kernel.inject_kernels, kernel.eject_kernels):
-        change(model)
-        for _ in range(3):
-            assert_close(run(model, arguments), expected, slack_of(family))
-
-
-def test_prefetched_order_is_renewed(kernel, device, monkeypatch):
-    """Only where there is one, and only if the injection changes something."""
-    model, arguments, _ = prepared(LTX, device)
-    offload(model, "leaf_level", device)
-    renewed = []
-    name = "diffusers.hooks.group_offloading._maybe_remove_and_reapply_group_offloading"
-    monkeypatch.setattr(name, renewed.append)
-    kernel.inject_kernels(model)
-    kernel.eject_kernels(model)
-    assert renewed == []
-    hook = model._diffusers_hook.get_hook("group_offloading")
-    monkeypatch.setattr(hook.config, "stream", object())
-    kernel.eject_kernels(model)
-    assert renewed == []
-    kernel.inject_kernels(model)
-    kernel.inject_kernels(model)
-    assert renewed == [model]
-    kernel.eject_kernels(model)
-    assert renewed == [model, model]
-
-
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @either_order

@@ -909,6 +909,23 @@ def test_offloading(kernel, device, kind, is_injected_first, is_adapted):
         assert torch.equal(run(model, arguments), run(plain, arguments))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="prefetching needs streams of a GPU")
+def test_order_of_prefetching(kernel, device):
+    """diffusers finds it in the first forward. FLUX.1 runs its layers in another order on the kernels."""
+    model = model_of(FLUX, device)
+    plain, arguments = copy.deepcopy(model), FLUX.inputs(device, BFLOAT16)
+    expected = run(plain, arguments)
+    offload(model, "leaf_level stream", device)
+    for slack, change in (
+        (0.0, lambda model: None),
+        (0.2, lambda model: kernel.inject_kernels(model, precision="fp8")),
+        (0.0, kernel.eject_kernels),
+    ):
+        change(model)
+        for _ in range(3):
+            assert_close(run(model, arguments), expected, slack)
+
+
 @pytest.mark.parametrize("is_removed", [False, True], ids=["", "removed"])
 @pytest.mark.parametrize("is_injected_first", [False, True], ids=["offloaded", "injected"])
 def test_sequential_offloading(kernel, device, is_injected_first, is_removed):

@@ -7,6 +7,7 @@ of it again, into deep copies.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Callable
@@ -19,6 +20,7 @@ from .fp8_linears import FP8_TENSOR
 
 _ORIGINAL = "_h100_diffusers_kernels_original"
 _FORMAT = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
+_GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
 # The number of elements that are quantized, or copied to the host, at once: their copies need memory.
 _AT_ONCE = 2**24
 
@@ -164,7 +166,7 @@ def original_weight(layer: Any, quantized: Callable[[Tensor], Any]) -> Iterator[
 # Offloading
 #
 # accelerate's sequential offloading leaves parameters without values on the layers. The values are in a
-# mapping of the layer's hook.
+# mapping of the layer's hook. diffusers' group offloading remembers parameters.
 
 
 def weight_values(layer: nn.Linear) -> Tensor | None:
@@ -195,3 +197,22 @@ def _place_of_values(layer: nn.Linear) -> tuple[Any, str] | None:
             values = getattr(values, "dataset", values)
             return (values, key) if isinstance(values, dict) else None
     return None
+
+
+def is_offloaded_to_disk(model: nn.Module) -> bool:
+    """Whether diffusers' group offloading has written the model's weights to files."""
+    for module in model.modules():
+        registry = vars(module).get("_diffusers_hook")
+        hook = None if registry is None else registry.get_hook("group_offloading")
+        if hook is not None and hook.config.offload_to_disk_path is not None:
+            return True
+    return False
+
+
+def renew_group_offloading(model: nn.Module) -> None:
+    """Lets group offloading look up the model's parameters again."""
+    renew: Any = getattr(
+        sys.modules.get(_GROUP_OFFLOADING), "_maybe_remove_and_reapply_group_offloading", None
+    )
+    if renew is not None:
+        renew(model)

@@ -36,8 +36,7 @@ from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .fp8_weights import let_go, load_quantizer, quantize, restore
-from .group_offloading import is_prefetched, renew_group_offloading
+from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
@@ -193,9 +192,8 @@ def inject_kernels(
         for plan in plans:
             if plan.quantized:
                 quantize((chosen.layer for chosen in plan.quantized), quantized)
-                follow_lora(plan.model)
-            if plan.quantized or (plan.stand_ins and is_prefetched(plan.model)):
                 renew_group_offloading(plan.model)
+                follow_lora(plan.model)
             for stand_in in plan.stand_ins:
                 put_in(stand_in)
             if plan.stand_ins:
@@ -245,10 +243,10 @@ def _undo(model: nn.Module, injection: Injection) -> None:
 
 def _restore(model: nn.Module, modules: list[nn.Module]) -> None:
     """Gives modules of a model their forwards and their weights."""
-    taken_out = take_out(modules)
+    take_out(modules)
     unfollow_lora(modules)
     restored, still_quantized = restore(modules)
-    if restored or (taken_out and is_prefetched(model)):
+    if restored:
         renew_group_offloading(model)
     if still_quantized:
         logger.info(

@@ -427,13 +427,8 @@ def put_in(stand_in: StandIn) -> None:
     stand_in.injection.modules.append(weakref.ref(module))
 
 
-def take_out(modules: Iterable[nn.Module]) -> int:
-    """Replaces each module's stand-in by its class's forward, wherever it is stored.
-
-    Returns:
-        The number of stand-ins.
-    """
-    count = 0
+def take_out(modules: Iterable[nn.Module]) -> None:
+    """Replaces each module's stand-in by its class's forward, wherever it is stored."""
     for module in modules:
         for holder, name, value in list(_slots(module)):
             stand_in = stand_in_of(value)
@@ -444,5 +439,3 @@ def take_out(modules: Iterable[nn.Module]) -> int:
             else:
                 setattr(holder, name, MethodType(type(module).forward, module))
             stand_in.taken_out()
-            count += 1
-    return count

@@ -13,8 +13,7 @@ from torch import nn
 from ..conditions import PLAIN_TYPES, dtype_name
 from .checks import class_name
 from .fp8_linears import fp8_weight
-from .fp8_weights import weight_values
-from .group_offloading import is_offloaded_to_disk
+from .fp8_weights import is_offloaded_to_disk, weight_values
 from .report import InjectionReport, join
 
 FP8, FP8_FAST = "fp8", "fp8-fast"
