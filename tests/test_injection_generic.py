@@ -118,6 +118,20 @@ def test_float32(kernel, device, small):
     assert fallen_back(report) == {}
 
 
+@pytest.mark.parametrize("small", MODELS, ids=str)
+def test_autocast(kernel, device, small):
+    """The same bits as the model's own code, also if norms give float32, as under autocast on GPUs."""
+    plain = small.model(device, FLOAT32).requires_grad_(False)
+    model = copy.deepcopy(plain)
+    kernel.inject_kernels(model)
+    for module in (*model.modules(), *plain.modules()):
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda module, args, out: out.float())
+    arguments = small.arguments(device, FLOAT32)
+    with torch.autocast(device, BFLOAT16):
+        assert torch.equal(run(model, arguments), run(plain, arguments))
+
+
 def test_the_report_names_what_is_left_alone(kernel, device):
     report = kernel.inject_kernels(BY_NAME["unet_44"].model(device, BFLOAT16))
     reason = (

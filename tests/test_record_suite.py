@@ -2,8 +2,8 @@
 
 import json
 import shutil
+import sys
 
-import history
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +11,10 @@ import record_suite
 from benchmark_results import rows_of
 from builder.package import Package
 from conftest import CHECKOUT
+
+sys.path.insert(0, str(CHECKOUT / "benchmarks"))
+
+import history
 
 TESTS = """
 import pytest
@@ -89,18 +93,21 @@ def test_table_shows_the_newest_run_of_each_card(tmp_path):
         environment |= {"torch": "2.11.0", "cuda": "13.0"}
         counts = {"passed": 5000, "skipped": 40, "failed": 0}
         result = {"environment": environment, "build": "0123abc", "counts": counts, "left_out": []}
+        result["pytest_arguments"] = ["--numprocesses", "4"]
         path = history.path("suite", environment, tmp_path)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({**result, **changes}))
 
     add("NVIDIA H200", "2026-01-01 10:00:00 UTC", build="1111111")
-    add("NVIDIA H200", "2026-01-02 10:00:00 UTC", left_out=["tests/a.py", "tests/b.py"])
+    add("NVIDIA H200", "2026-01-02 10:00:00 UTC")
+    chosen = ["-m", "not slow", "--numprocesses", "4"]
+    add("NVIDIA H200", "2026-01-03 10:00:00 UTC", left_out=["tests/a.py"], pytest_arguments=chosen)
     add("NVIDIA H100 80GB HBM3", "2026-01-01 09:00:00 UTC")
     assert rows_of(tmp_path, "suite") == [
         ["NVIDIA H100 80GB HBM3", "2.11.0", "0123abc"]
         + ["2026-01-01 09:00:00 UTC", "5000", "40", "0", "nothing"],
         ["NVIDIA H200", "2.11.0", "0123abc"]
-        + ["2026-01-02 10:00:00 UTC", "5000", "40", "0", "`tests/a.py`, `tests/b.py`"],
+        + ["2026-01-03 10:00:00 UTC", "5000", "40", "0", 'all but `-m "not slow"`, `a.py`'],
     ]
 
 

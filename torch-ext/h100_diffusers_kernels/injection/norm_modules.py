@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..conditions import (
+    KERNEL_DEVICE_TYPE,
     group_norm_takes,
     has_memory_format,
     is_differentiated,
@@ -213,6 +214,8 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(spec.names, args), **kwargs)
     if len(given) != len(args) + len(kwargs) or len({*spec.names, *kwargs}) > len(spec.names):
         return NotImplemented  # the class's own forward raises
+    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
+        return call.decline("autocast is on")  # then some classes cast the norm's float32 result
     embedded = _embedded(self, given)
     if spec.has_tokens and embedded.dim() == 2:
         embedded = embedded[:, None]
