@@ -129,7 +129,8 @@ def test_autocast(kernel, device, small):
             module.register_forward_hook(lambda module, args, out: out.float())
     arguments = small.arguments(device, FLOAT32)
     with torch.autocast(device, BFLOAT16):
-        assert torch.equal(run(model, arguments), run(plain, arguments))
+        out, expected = run(model, arguments), run(plain, arguments)
+    assert relative_distance(out, expected) <= (0 if device == "cpu" else 1e-4)
 
 
 def test_the_report_names_what_is_left_alone(kernel, device):

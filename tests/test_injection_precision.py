@@ -909,6 +909,27 @@ def test_offloading(kernel, device, kind, is_injected_first, is_adapted):
         assert torch.equal(run(model, arguments), run(plain, arguments))
 
 
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_cache_of_an_offloaded_model(kernel, device, kind):
+    """The injection and the ejection leave it on. diffusers has hooks of both on the same blocks."""
+    model = model_of(LTX, device)
+    offload(model, kind, device)
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=1e9))
+    layer, calls = model.transformer_blocks[2].attn1.to_q, []
+    layer.register_forward_hook(lambda *_: calls.append(is_quantized(layer)))
+    for change in (
+        lambda model: None,
+        lambda model: kernel.inject_kernels(model, precision="fp8"),
+        kernel.eject_kernels,
+    ):
+        change(model)
+        model._reset_stateful_cache()
+        with model.cache_context("cond"):
+            for _ in range(3):
+                run(model, LTX.inputs(device, BFLOAT16))
+    assert calls == [False, True, False], "the first of three forwards"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="prefetching needs streams of a GPU")
 def test_order_of_prefetching(kernel, device):
     """diffusers finds it in the first forward. FLUX.1 runs its layers in another order on the kernels."""

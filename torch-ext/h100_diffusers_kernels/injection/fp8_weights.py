@@ -166,7 +166,7 @@ def original_weight(layer: Any, quantized: Callable[[Tensor], Any]) -> Iterator[
 # Offloading
 #
 # accelerate's sequential offloading leaves parameters without values on the layers. The values are in a
-# mapping of the layer's hook. diffusers' group offloading remembers parameters.
+# mapping of the layer's hook. diffusers' group offloading with a stream remembers parameters.
 
 
 def weight_values(layer: nn.Linear) -> Tensor | None:
@@ -201,18 +201,26 @@ def _place_of_values(layer: nn.Linear) -> tuple[Any, str] | None:
 
 def is_offloaded_to_disk(model: nn.Module) -> bool:
     """Whether diffusers' group offloading has written the model's weights to files."""
-    for module in model.modules():
-        registry = vars(module).get("_diffusers_hook")
-        hook = None if registry is None else registry.get_hook("group_offloading")
-        if hook is not None and hook.config.offload_to_disk_path is not None:
-            return True
-    return False
+    return any(each.offload_to_disk_path is not None for each in _group_offloading(model))
 
 
 def renew_group_offloading(model: nn.Module) -> None:
-    """Lets group offloading look up the model's parameters again."""
+    """Lets group offloading look up the model's parameters, and the order of its layers, again.
+
+    Only with a stream does it remember them. Otherwise its hooks stay: if diffusers removes a hook that a
+    cache's hook is around, the cache no longer skips that block.
+    """
     renew: Any = getattr(
         sys.modules.get(_GROUP_OFFLOADING), "_maybe_remove_and_reapply_group_offloading", None
     )
-    if renew is not None:
+    if renew is not None and any(each.stream is not None for each in _group_offloading(model)):
         renew(model)
+
+
+def _group_offloading(model: nn.Module) -> Iterator[Any]:
+    """The configuration of each hook of diffusers' group offloading."""
+    for module in model.modules():
+        registry = vars(module).get("_diffusers_hook")
+        hook = None if registry is None else registry.get_hook("group_offloading")
+        if hook is not None:
+            yield hook.config
