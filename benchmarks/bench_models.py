@@ -49,12 +49,6 @@ from tabulate import tabulate
 
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
-# The modes whose injection is timed, and its entry in the result.
-INJECTIONS = {
-    "injected": "injection",
-    models.INJECTED_FP8: "injection_fp8",
-    **{mode: f"injection_precision_{name}" for mode, name in models.PRECISION_MODES.items()},
-}
 FP8_DEFAULT_MODES = ("eager", "injected", models.INJECTED_FP8)
 # Modes whose memory --peak-memory leaves out: without the others they would be compiled once more.
 NO_MEMORY = ("compiled", "graphs", models.REDUCE_OVERHEAD)
@@ -174,10 +168,11 @@ def measure_size(
         instance = models.twin_for(model, mode)
         quantized += [instance] if mode in models.FP8_MODES else []
         forward = forwards[mode] = functools.partial(instance, **arguments)
-        if mode in INJECTIONS:
+        if mode in models.INJECTIONS:
             if mode not in models.TORCHAO_MODES or device.type == "cuda":  # torchao needs a GPU
                 forward()
-            result[INJECTIONS[mode]] = inject(instance, kernel, mode, forward, device)
+            injection = inject(instance, kernel, mode, forward, device)
+            result[models.INJECTIONS[mode]] = injection
         elif mode.startswith("injected"):
             report = models.inject(kernel, instance, mode)
             if mode in models.GRAPHS_MODES:

@@ -134,13 +134,12 @@ def _distance(result: Mapping | None) -> Iterator[tuple[str, float]]:
 
 def _full_speed(result: Mapping | None) -> Iterator[tuple[str, float]]:
     """Of models that torchao has quantized, and of those that the injection quantizes."""
-    injections = {"injection_fp8": ""}
-    for precision in models.PRECISION_MODES.values():
-        injections[f"injection_precision_{precision}"] = f', precision="{precision}"'
+    how = {mode: f', precision="{name}"' for mode, name in models.PRECISION_MODES.items()}
     for size, entry in result["sizes"].items() if result else ():
-        for key, how in injections.items():
-            if key in entry:
-                yield sized(result["model"], size) + how, entry[key]["full_speed_s"]
+        for mode in (models.INJECTED_FP8, *models.PRECISION_MODES):
+            if (injection := entry.get(models.INJECTIONS[mode])) is not None:
+                of = sized(result["model"], size) + how.get(mode, "")
+                yield of, injection["full_speed_s"]
 
 
 def _pipelines(found: Mapping | None) -> list[Target]:

@@ -44,6 +44,12 @@ INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     # Twins keep the weights.
     **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},
 }
+# The modes whose injection bench_models.py times, and its entry in the result.
+INJECTIONS = {
+    "injected": "injection",
+    INJECTED_FP8: "injection_fp8",
+    **{mode: f"injection_precision_{name}" for mode, name in PRECISION_MODES.items()},
+}
 # Parts of the names of linear layers in blocks that TORCHAO_MODES leave as they are: they modulate.
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (

@@ -106,7 +106,8 @@ step_fp8_models() {
   "$PYTHON" benchmarks/bench_models.py --model flux,qwenimage --calls 4 --modes "$modes,$graphs" \
     --weights peaked --no-distance || status=1
   "$PYTHON" benchmarks/bench_pipelines.py --pipelines flux,ltx --modes "$modes,$precisions" || status=1
-  "$PYTHON" benchmarks/bench_pipelines.py --pipelines wan,qwenimage --modes "eager,injected,$precisions" || status=1
+  "$PYTHON" benchmarks/bench_pipelines.py --pipelines wan,qwenimage \
+    --modes "eager,injected,$precisions" || status=1
   for name in "ltx --sizes 161x512x768" "flux --sizes 1024x1024"; do
     "$PYTHON" benchmarks/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
       --weights peaked --no-distance || status=1

@@ -111,7 +111,7 @@ def _models(results: Path, names: Sequence[str]) -> str:
                 row = [_name(result, size), weights, milliseconds(ours)]
                 others = ("eager", "injected", models.TORCHAO)
                 row += [times(ms[mode] / ours if mode in ms else None) for mode in others]
-                row.append(f"{entry['injection_fp8']['full_speed_s']:.2f} s")
+                row.append(_full_speed(entry, models.INJECTED_FP8))
                 plain, in_fp8 = map(ms.get, models.GRAPHS_MODES)
                 both = plain and in_fp8 and f"{milliseconds(in_fp8)}, {times(plain / in_fp8)}"
                 rows.append([*row, both or ""])
@@ -135,8 +135,7 @@ def fp8_precisions(results: Path) -> str:
                     row += [times(over[other]) for other in ("eager", "injected")]
                     distance = modes[mode].get("distance_from_float32")
                     row.append("" if distance is None else _thousandths(distance))
-                    injection = entry[f"injection_precision_{models.PRECISION_MODES[mode]}"]
-                    rows.append([*row, f"{injection['full_speed_s']:.2f} s"])
+                    rows.append([*row, _full_speed(entry, mode)])
     headers = ["model", "weights", "layers", "time", "over eager", "over injected"]
     return _table(rows, [*headers, "distance, 10⁻³", "to full speed"], measured, FP8_PRECISIONS)
 
@@ -151,7 +150,7 @@ def fp8_compiled(results: Path) -> str:
             ms = [modes[m]["ms"]["median"] for m in (models.TORCHAO_COMPILED, models.INJECTED_FP8)]
             seconds = entry["compiled_in_s"][models.TORCHAO_COMPILED]
             row = [_name(result, size), *map(milliseconds, ms), times(ms[0] / ms[1])]
-            row += [f"{seconds:.0f} s", f"{entry['injection_fp8']['full_speed_s']:.2f} s"]
+            row += [f"{seconds:.0f} s", _full_speed(entry, models.INJECTED_FP8)]
             rows.append(row)
     headers = ["model", "torchao compiled", "FP8 injected", "over compiled", "compilation"]
     return _table(rows, [*headers, "injection to full speed"], measured, FP8_COMPILED)
@@ -252,6 +251,11 @@ def fp8_aims(results: Path) -> str:
 def gathered_pipelines(results: Path) -> dict | None:
     """The newest figures of each whole pipeline."""
     return history.gathered("fp8_pipelines", "pipelines", lambda entry: entry["name"], results)
+
+
+def _full_speed(entry: dict, mode: str) -> str:
+    """The time from the injection of this mode to full speed."""
+    return f"{entry[models.INJECTIONS[mode]]['full_speed_s']:.2f} s"
 
 
 def _of(mode: dict, key: str) -> float:
