@@ -3,16 +3,12 @@
 DTensors on a mesh of one; FSDP and context parallelism between two processes.
 """
 
-import os
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
-from kernels import get_kernel
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
@@ -31,6 +27,7 @@ from ltx_models import (
     run,
     transformer,
 )
+from ranks import run_ranks
 
 AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 
@@ -181,27 +178,9 @@ def check_sharded_sequence(kernel, rank):
     assert computing(expected, model, arguments) == {}
 
 
-def run_rank(rank, check, repo_id, rendezvous):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    check(get_kernel(repo_id, version=1, trust_remote_code=True), rank)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check_sharded_weights, check_sharded_sequence])
-def test_two_processes(kernel, device, tmp_path, check):
+def test_two_processes(device, tmp_path, check):
     if device != "cpu":
         pytest.skip("the ranks would need a GPU each")
-    from conftest import REPO_ID
-
-    arguments = (check, REPO_ID, tmp_path / "rendezvous")
-    context = torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=RANKS, join=False)
-    deadline = time.monotonic() + 240
-    while not context.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail("the ranks wait for each other")
+    run_ranks(check, RANKS, tmp_path)
