@@ -244,6 +244,20 @@ def of_fp8_layers(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (name, "the float32 model"), ratio
 
 
+def of_parallel(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Each mode over the eager one of as many GPUs, and over the injected one of one GPU."""
+    for entry in result["parallel"]:
+        modes = {mode: measured for mode, measured in entry["modes"].items() if "ms" in measured}
+        for mode, measured in modes.items():
+            degree = measured["ring"] * measured["ulysses"]
+            eager = "eager" if degree == 1 else f"eager+ulysses{degree}"
+            for other, key in ((eager, "over_eager"), ("injected", "speedup")):
+                if key in measured and other != mode:
+                    spreads = [modes[m]["ms"]["spread"] for m in (mode, other)]
+                    name = f"{entry['model']} {entry['size']}, {mode}"
+                    yield (name, other), Ratio(measured[key], combined(*spreads))
+
+
 def of_8bit_attention(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for inputs, errors in result["attention_8bit"].items():
         for step in set(errors) - {"bfloat16"}:
@@ -281,6 +295,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "fp8": of_fp8,
     "fp8_layers": of_fp8_layers,
     "attention_8bit": of_8bit_attention,
+    "parallel": of_parallel,
 }
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
 # [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [pipelines] [quality] [energy]
-# [host_forward] [graphs] [fp8_models] [sequences]
+# [host_forward] [graphs] [fp8_models] [parallel] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -23,7 +23,7 @@ FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
 STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part pipelines quality
-  energy host_forward graphs fp8_models sequences)
+  energy host_forward graphs fp8_models parallel sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -112,6 +112,18 @@ step_fp8_models() {
     "$PYTHON" benchmarks/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
       --weights peaked --no-distance || status=1
   done
+  return "$status"
+}
+
+# Modelled ranks on one GPU, then all GPUs if there are several.
+step_parallel() {
+  local status=0 gpus
+  "$PYTHON" benchmarks/bench_parallel.py --modelled || status=1
+  gpus=$(nvidia-smi --list-gpus | wc -l)
+  if [ "$gpus" -gt 1 ]; then
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
+      benchmarks/bench_parallel.py || status=1
+  fi
   return "$status"
 }
 

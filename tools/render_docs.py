@@ -33,6 +33,7 @@ from documents import (  # noqa: F401
     graphs,
     hardware,
     operations,
+    parallel,
     pipelines,
     quality,
     readme,
