@@ -23,13 +23,10 @@ def gathered(results: Path, name: str) -> dict | None:
     """The newest entries of each model, size and number of GPUs."""
 
     def key(entry: dict) -> tuple:
-        return entry["model"], entry["size"], masked(entry), tuple(entry["degrees"])
+        changed = tuple(entry["changed_inputs"])
+        return entry["model"], entry["size"], changed, tuple(entry["degrees"])
 
     return history.gathered(name, "parallel", key, results)
-
-
-def masked(entry: dict) -> bool:
-    return not entry["changed_inputs"]
 
 
 def label(entry: dict) -> str:
