@@ -1,13 +1,19 @@
-"""Offloading and context parallelism, before and after an injection: calls that stay on the kernels."""
+"""Offloading, placement, context parallelism, before or after injection: calls that stay on the kernels."""
 
+import copy
+
+import accelerate
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers.hooks import context_parallel
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
 from changes import offload
+from checks import relative_distance
+from families import FAMILIES, run
 from injected_pairs import reasons_of
-from ltx_models import calls_of, computing, either_order, prepared, snapshot
+from ltx_models import calls_of, computing, either_order, kernel_calls, prepared, snapshot
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -36,6 +42,53 @@ def test_what_stays_on_the_kernels(kernel, device, kind, config, calls, is_injec
     assert computing(expected, model, arguments) == calls
     kernel.eject_kernels(model)
     assert computing(expected, model, arguments) == {}
+
+
+# ------------------------------------------------------------------------------------------------
+# ``device_map``
+
+
+def place(family, model, kind, device, folder):
+    """Places the model as ``device_map`` does: each block is on a device, on the host or on disk."""
+    blocks = [
+        name for name, m in model.named_modules() if any(m is b for b in family.blocks(model))
+    ]
+    if kind == "devices":  # what ``dispatch_model`` adds to a block whose device is not the first
+        for name in blocks:
+            hook = AlignDevicesHook(execution_device=device, io_same_device=True)
+            add_hook_to_module(model.get_submodule(name), hook)
+        return
+    others = [name for name, _ in model.named_children() if name not in family.block_lists]
+    others += [name for name, _ in model.named_parameters(recurse=False)]
+    places = dict.fromkeys(others, device)
+    for i, name in enumerate(blocks):
+        places[name] = {"host": "cpu", "disk": "disk" if i % 2 else "cpu"}[kind]
+    options = {"main_device": device, "offload_dir": str(folder), "force_hooks": True}
+    accelerate.dispatch_model(model, places, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The following device_map keys")  # those of parameters
+@pytest.mark.parametrize("kind", ["devices", "host", "disk"])
+@pytest.mark.parametrize("name", ["ltx", "flux", "wan"])
+@either_order
+def test_placed_by_a_device_map(kernel, device, tmp_path, name, kind, is_injected_first):
+    family = FAMILIES[name]
+    plain = family.model(device)
+    arguments = family.inputs(device, seed=3)
+    expected = run(plain, arguments)
+    model = copy.deepcopy(plain)
+    if is_injected_first:
+        kernel.inject_kernels(model)
+    place(family, model, kind, torch.device(device), tmp_path)
+    kernel.inject_kernels(model)
+    for _ in range(2):
+        assert relative_distance(run(model, arguments), expected) < 1e-5
+    calls = kernel_calls(run, model, arguments)
+    # Norms inside of an offloaded attention have hooks.
+    assert calls["gated_residual"] and calls["gelu"]
+    kernel.eject_kernels(model)
+    assert kernel_calls(run, model, arguments) == {}
+    assert relative_distance(run(model, arguments), expected) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------

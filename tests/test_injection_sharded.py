@@ -1,7 +1,9 @@
-"""Sharded weights, activations and sequences.
+"""Sharded weights, activations and sequences, and replicated models.
 
-DTensors on a mesh of one; FSDP and context parallelism between two processes.
+DTensors on a mesh of one; FSDP, DDP and context parallelism between two processes.
 """
+
+import copy
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
+from adapters import add_lora
+from changes import weighted_sum
 from checks import relative_distance
+from families import FAMILIES
 from injected_pairs import assert_alike, pair
 from ltx_models import (
     calls_of,
@@ -123,9 +129,9 @@ def shard_in_wrappers(use_original_parameters):
     return shard
 
 
-def shard_in_place(model):
+def shard_in_place(model, blocks=None):
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    for block in model.transformer_blocks:
+    for block in model.transformer_blocks if blocks is None else blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -150,6 +156,94 @@ def check_sharded_weights(kernel, rank):
                         config,
                         order,
                     )
+
+
+# Families and forwards entirely on the kernels, except that no block computes for the next one.
+SEPARATE_BLOCKS = {
+    "flux": {
+        "layer_norm_modulate": 7,
+        "gated_residual_layer_norm_modulate": 4,
+        "gated_residual": 6,
+        "qk_norm_rope": 2,
+        "qk_norm_rope_out": 4,
+        "gelu": 6,
+    },
+    "wan": {
+        "layer_norm_modulate": 2,
+        "gated_residual_layer_norm_modulate": 4,
+        "gated_residual": 2,
+        "qk_norm_rope": 2,
+        "rms_norm": 4,
+        "gelu": 2,
+    },
+}
+
+
+def gradients_of(model, arguments):
+    """This rank's parts of all gradients, by name."""
+    weighted_sum(model(**arguments, return_dict=False)[0]).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name.removeprefix("module."): g.to_local() if isinstance(g, DTensor) else g
+        for name, g in found.items()
+    }
+
+
+def assert_same_gradients(mine, expected):
+    assert mine.keys() == expected.keys() and expected
+    # Some, such as those of key biases, are zero except for rounding errors.
+    rounding = 0.01 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in expected.items():
+        assert (mine[name] - gradient).norm() <= 1e-4 * (gradient.norm() + rounding), name
+
+
+def check_sharded_families(kernel, rank):
+    """FSDP2 of other families. A block has hooks, so that its neighbour computes nothing for it."""
+    for name, expected_calls in SEPARATE_BLOCKS.items():
+        family = FAMILIES[name]
+        plain = family.model("cpu")
+        arguments = family.inputs("cpu", seed=3)
+        expected, gradients = run(plain, arguments), []
+        for order in ("plain", "injected_first", "injected_after"):
+            model = copy.deepcopy(plain)
+            if order == "injected_first":
+                kernel.inject_kernels(model)
+            shard_in_place(model, family.blocks(model))
+            if order == "injected_after":
+                kernel.inject_kernels(model)
+            calls = {} if order == "plain" else expected_calls
+            for _ in range(2):
+                assert relative_distance(run(model, arguments), expected) < 1e-5, (name, order)
+            assert kernel_calls(run, model, arguments) == calls, (name, order)
+            gradients.append(gradients_of(model, arguments))
+            assert_same_gradients(gradients[-1], gradients[0])
+
+
+def check_replicated_models(kernel, rank):
+    """Training of a LoRA by DDP: each process has inputs of its own, and the mean of the gradients."""
+    for name in ("ltx", "flux", "wan"):
+        family = FAMILIES[name]
+        plain = family.model("cpu").requires_grad_(False)
+        arguments, gradients = family.inputs("cpu", seed=rank), []
+        for order in ("plain", "injected_first", "injected_with_lora", "injected_after"):
+            model = copy.deepcopy(plain)
+            if order == "injected_first":
+                kernel.inject_kernels(model)
+            add_lora(family, model)
+            model.train()
+            if order == "injected_with_lora":
+                kernel.inject_kernels(model)
+            replica = DistributedDataParallel(model)
+            if order == "injected_after":
+                kernel.inject_kernels(model)
+            calls = kernel_calls(lambda: gradients.append(gradients_of(replica, arguments)))  # noqa: B023
+            assert bool(calls.get("qk_norm_rope")) == (order != "plain"), (name, order)
+            assert_same_gradients(gradients[-1], gradients[0])
+        # All processes have the same.
+        values = torch.cat([gradient.flatten() for gradient in gradients[-1].values()])
+        others = values.clone()
+        dist.broadcast(others, src=0)
+        assert torch.equal(values, others)
 
 
 def check_sharded_sequence(kernel, rank):
@@ -178,8 +272,16 @@ def check_sharded_sequence(kernel, rank):
     assert computing(expected, model, arguments) == {}
 
 
+CHECKS = [
+    check_sharded_weights,
+    check_sharded_families,
+    check_replicated_models,
+    check_sharded_sequence,
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check_sharded_weights, check_sharded_sequence])
+@pytest.mark.parametrize("check", CHECKS)
 def test_two_processes(device, tmp_path, check):
     if device != "cpu":
         pytest.skip("the ranks would need a GPU each")

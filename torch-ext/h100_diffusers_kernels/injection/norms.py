@@ -6,6 +6,7 @@ know the module, the model's expression runs and calls the module.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Optional
@@ -278,6 +279,8 @@ def residual_norm(
         elif call is not None:
             call.fall_back(f"{name} {found}")
     parts: dict[str, Any] = {}
+    if type(x) is not Tensor:
+        x = waited(x)
     if type(x) is Fp8Product:
         x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
         if is_sum:
@@ -334,6 +337,8 @@ def gated_residual(
     - ``tanh_gate``: whether ``tanh(gate)`` takes the gate's place.
     """
     parts: dict[str, Any] = {}
+    if type(x) is not Tensor:
+        x = waited(x)
     if type(x) is Fp8Product:
         x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
         if is_sum:
@@ -341,6 +346,15 @@ def gated_residual(
     if branch:
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     return _residual(residual, x, gate, upcasts, parts)
+
+
+def waited(x: Any) -> Any:
+    """x, or the result of an all-reduce still under way, which a row-wise parallel layer returns, once it is
+    there. The wait is here, where it is needed, so that the layers before run meanwhile."""
+    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
+    if type(x) is getattr(collectives, "AsyncCollectiveTensor", None) and not is_differentiated(x):
+        return x.trigger_wait()
+    return x
 
 
 def _fp8_sum(
