@@ -267,10 +267,15 @@ def attention(
     heads=None,
     gate=None,
     addend=None,
+    return_lse=False,
 ):
+    options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
+    if return_lse:
+        by_head = (q, k) if heads is None else split_heads(heads, q, k)
+        out = attention(q, k, v, **options, heads=heads, addend=addend)
+        return out, _log_sum_exp(*by_head, scale, key_bias, key_lengths)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
         out = attention(q, k, v, **options).flatten(2)
         return out if addend is None else out + addend
     mask = (
@@ -293,6 +298,18 @@ def attention(
     if gate is not None:
         out = out * gate.to(q.dtype)[..., None]
     return out if addend is None else out + addend
+
+
+def _log_sum_exp(q, k, scale, key_bias, key_lengths):
+    keys = k.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=2).permute(0, 2, 3, 1)
+    scores = (q.transpose(1, 2) @ keys) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if key_bias is not None:
+        scores = scores + key_bias[:, None, None]
+    if key_lengths is not None:
+        is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+        scores = scores.masked_fill(is_padding[:, None, None], -math.inf)
+    return scores.logsumexp(-1).transpose(1, 2)
 
 
 def _biased(x, bias):

@@ -332,8 +332,15 @@ def attention(
     heads=None,
     gate=None,
     addend=None,
+    return_lse=False,
 ):
     q, k, v, key_bias, gate, addend = _double(q, k, v, key_bias, gate, addend)
+    if return_lse:
+        by_head = (q, k) if heads is None else split_heads(heads, q, k)
+        lse = _log_sum_exp(*by_head, scale, key_bias, key_lengths)
+        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
+        options |= {"heads": heads, "gate": gate, "addend": addend}
+        return attention(q, k, v, **options), lse
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
@@ -343,6 +350,24 @@ def attention(
     if gate is not None:
         out = out * gate[..., None]
     return out if addend is None else out + addend
+
+
+def _log_sum_exp(q, k, scale, key_bias, key_lengths):
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    if k.shape[1] == 0 or q.numel() == 0:
+        return torch.full(q.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    if key_lengths is not None:
+        is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+        k = k.masked_fill(is_padding[:, :, None, None], 0)
+    scores = scale * torch.einsum("bqhd,bkhd->bqhk", q, k)
+    if key_bias is not None:
+        scores = scores + key_bias[:, None, None]
+    if key_lengths is not None:
+        scores = scores.masked_fill(is_padding[:, None, None], -math.inf)
+    largest = scores.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0)
+    return largest[..., 0] + torch.exp(scores - largest).sum(-1).log()
 
 
 def _ungated_attention(q, k, v, scale, key_bias, key_lengths):

@@ -214,7 +214,7 @@ def check(
     """Run an operation and check its contracts. Reference and eager expression are found by name.
 
     `contract=False` omits the comparison of errors, for inputs with too few rows. The result must be
-    contiguous or channels last.
+    contiguous or channels last. With several results, `slack` may be a tuple.
     """
     given_out = kwargs.pop("out", None)
     with one_thread():
@@ -243,10 +243,11 @@ def check(
             assert out.numel() == 0 or out.untyped_storage().data_ptr() not in storages
     memory.assert_unchanged()
     with one_thread():
-        for out, reference, eager_out in zip(outs, expected, eager_outs, strict=True):
+        slacks = slack if isinstance(slack, tuple) else (slack,) * len(outs)
+        for out, reference, eager_out, one in zip(outs, expected, eager_outs, slacks, strict=True):
             assert out.shape == reference.shape
             assert (out.dtype, out.device) == (eager_out.dtype, eager_out.device)
-            assert_rounded_once(out, reference, slack)
+            assert_rounded_once(out, reference, one)
             if contract and out.numel() >= CONTRACT_ELEMENTS:
                 assert_contract(out, reference, eager_out)
     return result

@@ -377,6 +377,8 @@ BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and 
 TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
 HEADS_GIVEN = "attention_heads_given"
+# With the logarithms of the sums of the exponentials.
+WITH_LSE = "attention_with_lse"
 # With LayerNorm of each head.
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
@@ -402,6 +404,7 @@ CALLS = [
     CHANNELS_LAST,
     RMS_CHANNELS_LAST,
     HEADS_GIVEN,
+    WITH_LSE,
     OF_LAYER_NORM,
 ]
 HEADS = 4
@@ -501,7 +504,7 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
         arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
         return kernel.group_norm, arguments
-    if name in ("attention", HEADS_GIVEN):
+    if name in ("attention", HEADS_GIVEN, WITH_LSE):
         head_dim, count = 64, max(hidden // 64, 1)
         size = (batch, seq, count * head_dim)
         arguments = {key: tensor(*size, layout=layout) for key in ("q", "k", "v")}
@@ -509,6 +512,8 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             arguments["heads"] = count
         else:
             arguments = {key: t.unflatten(2, (-1, head_dim)) for key, t in arguments.items()}
+        if name == WITH_LSE:
+            arguments["return_lse"] = True
         arguments["scale"] = 0.2
         arguments["key_bias"] = tensor(batch, seq)
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
@@ -650,7 +655,7 @@ def _with_pair_tables(arguments, heads, is_complex):
 def without_optional(name, arguments):
     """The same call without optional arguments, except those that affect the meaning of its tensors."""
     parameters, left_out = parameters_of(name), {*optional_tensors(name)}
-    kept = ["rope", "k_rope", "sin", "heads"]
+    kept = ["rope", "k_rope", "sin", "heads", "return_lse"]
     if not left_out >= {*TABLE.get(operation_of(name), Operation()).modulations}:
         kept.append("index")  # of the tables
     return {

@@ -7,7 +7,13 @@ import torch
 
 import attention_inputs
 import references
-from checks import MemorySnapshot, check, check_nonfinite, poison_memory
+from checks import (
+    MemorySnapshot,
+    assert_rounded_once,
+    check,
+    check_nonfinite,
+    poison_memory,
+)
 from inputs import (
     LAYOUTS,
     PACKED_FORMS,
@@ -33,6 +39,8 @@ INT32_MAX = 2**31 - 1
 # rows only where these would overflow.
 LAZY_QUERIES, LAZY_KEYS = 1024, 256
 FEW_AND_MANY = [130, 1025]
+# The error of the logarithm, without that of the scores. For thousands of keys it is an ulp.
+LSE_SLACK = 2e-6
 
 
 def query_key_value(
@@ -96,6 +104,7 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     finfo = torch.finfo(q.dtype)
     heads, gate = options.get("heads"), options.get("gate")
     of_averages = {**options, "gate": None if gate is None else gate.abs(), "addend": None}
+    of_averages["return_lse"] = False
     magnitudes = references.attention(q, k, v.abs(), **of_averages)
     by_head = [q, k, v] if heads is None else references.split_heads(heads, q, k, v)
     score = largest_score(*by_head[:2], options.get("scale"), options.get("key_bias"))
@@ -105,6 +114,8 @@ def check_attention(kernel, q, k, v, *, contract=True, written=None, **options):
     if gate is not None:
         of_float16 = of_float16 * gate.abs()[..., None]
     slack = slack + of_float16 if heads is None else slack + of_float16.flatten(2)
+    if options.get("return_lse"):
+        slack = slack, LSE_SLACK + 2**-20 * score
     return check(
         kernel, "attention", q, k, v, out=written, slack=slack, contract=contract, **options
     )
@@ -707,7 +718,183 @@ def test_nan_of_any_bits(kernel, device, dtype):
 
 
 # --------------------------------------------------------------------------------------------------
+# Logarithms of the sums of the exponentials
+
+
+@pairwise(
+    size=[(1, 1), (70, 7), (65, 128), (200, 256), (65, 300), (1025, 257), (1025, 600)],
+    head_dim=[*HEAD_DIMS, 72],
+    dtype=HALVES,
+    layout=WRITABLE_LAYOUTS,
+    heads=[(2, 2), (4, 2), (3, 1)],
+    masked=["plain", "bias", "lengths", "both"],
+    extras=["", *EXTRAS],
+    is_flat=[False, True],
+)
+def test_lse(kernel, device, size, head_dim, dtype, layout, heads, masked, extras, is_flat):
+    queries, keys = size
+    how = {"key_heads": heads[1], "layout": layout}
+    q, k, v = query_key_value(3, queries, keys, heads[0], head_dim, dtype, device, **how)
+    options = gate_and_addend(extras, q)
+    if masked in ("bias", "both"):
+        options["key_bias"] = normal(3, keys, dtype=dtype, device=device, std=2.0)
+        options["key_bias"][1] = -math.inf
+    if masked in ("lengths", "both"):
+        lengths = [keys, keys // 3, 0]
+        options["key_lengths"] = key_lengths(lengths, device)
+        pad_with(math.nan, lengths, k, v)
+    if is_flat:
+        q, k, v = (t.flatten(2) for t in (q, k, v))
+        options["heads"] = heads[0]
+        if "addend" in options:
+            options["addend"] = options["addend"].flatten(2)
+    out, lse = check_attention(kernel, q, k, v, return_lse=True, **options)
+    assert lse.dtype == torch.float32 and lse.shape == (3, queries, heads[0])
+    masked_entries = {"plain": [], "bias": [1], "lengths": [2], "both": [1, 2]}[masked]
+    for entry in masked_entries:
+        assert lse[entry].isneginf().all()
+        if "addend" not in options:
+            assert not out[entry].any()
+
+
+@pairwise(queries=[0, 1, 70], masked=[False, True], head_dim=HEAD_DIMS, dtype=HALVES)
+def test_lse_without_keys(kernel, device, queries, masked, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, 0, 3, head_dim, dtype, device)
+    lengths = key_lengths([0, 5], device) if masked else None
+    poison_memory(q, torch.empty(q.shape[:3], device=device))
+    out, lse = kernel.attention(q, k, v, key_lengths=lengths, return_lse=True)
+    assert out.shape == q.shape and not out.any()
+    assert lse.shape == q.shape[:3] and lse.isneginf().all()
+
+
+@pairwise(
+    queries=FEW_AND_MANY, std=[1e-3, 5.0, 30.0], keys=[100, 600], head_dim=HEAD_DIMS, dtype=HALVES
+)
+def test_lse_of_a_range_of_scores(kernel, device, queries, std, keys, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, keys, 2, head_dim, dtype, device)
+    check_attention(kernel, q * std, k, v, return_lse=True)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 72])
+def test_lse_of_rescaled_and_recomputed_rows(kernel, device, head_dim):
+    """Peaked rows, and values beyond float16, whose tiles are computed twice."""
+    q, k, v = rows_with_peaks(1025, 600, head_dim, 60, device)
+    check_attention(kernel, q, k, v, contract=False, return_lse=True)
+    q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
+    v[:, :, 0] *= 1e-6
+    v[:, 1, 1] *= 1e5
+    check_attention(kernel, q, k, v, return_lse=True)
+
+
+@pytest.mark.parametrize("kind", attention_inputs.INPUTS)
+@every_head_dim
+def test_lse_of_scores_as_models_have_them(kernel, device, kind, head_dim):
+    make = attention_inputs.INPUTS[kind]
+    check_attention(kernel, *make((1, 1025, 1000, 2, head_dim), device), return_lse=True)
+
+
+@pairwise(
+    queries=FEW_AND_MANY,
+    split=[(300, 300), (100, 500), (0, 600)],
+    masked=["plain", "bias", "lengths"],
+    head_dim=[*HEAD_DIMS, 72],
+    dtype=HALVES,
+)
+def test_parts_of_the_keys_are_merged_by_lse(
+    kernel, device, queries, split, masked, head_dim, dtype
+):
+    """As in attention whose keys are spread over several GPUs. One batch entry has keys in one part only."""
+    heads, count = 16, sum(split)
+    q, k, v = query_key_value(2, queries, count, heads, head_dim, dtype, device, key_heads=8)
+    bias = normal(2, count, dtype=torch.float32, device=device) if masked == "bias" else None
+    lengths = [count, split[0] // 2] if masked == "lengths" else [count, count]
+    outs, lses, first = [], [], 0
+    for keys in split:
+        part = slice(first, first + keys)
+        options = {"key_bias": None if bias is None else bias[:, part]}
+        if masked == "lengths":
+            options["key_lengths"] = key_lengths([length - first for length in lengths], device)
+        out, lse = kernel.attention(q, k[:, part], v[:, part], return_lse=True, **options)
+        outs.append(out.float())
+        lses.append(lse)
+        first += keys
+    lse = torch.stack(lses).logsumexp(0)
+    weights = (torch.stack(lses) - lse.masked_fill(lse == -math.inf, 0)).exp()
+    merged = (torch.stack(outs) * weights[..., None]).sum(0).to(dtype)
+    options = {"key_bias": bias}
+    if masked == "lengths":
+        options["key_lengths"] = key_lengths(lengths, device)
+    expected, expected_lse = references.attention(q, k, v, return_lse=True, **options)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=4e-6, atol=4e-6)
+    # Each part is rounded, and then their sum.
+    bound = references.attention(q, k, v.abs(), **options)
+    slack = 2 * torch.finfo(dtype).eps * bound + float16_slack(q, k, v, options) + 1e-6
+    assert_rounded_once(merged, expected, slack)
+
+
+@pairwise(change=NONFINITE, queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
+def test_nan_in_lse(kernel, device, queries, change, head_dim, dtype):
+    """As in the scores; a score of infinity also gives NaN."""
+    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
+    if change == "score_of_minus_infinity":
+        q.abs_()
+    for name, index, value in NONFINITE[change]:
+        {"q": q, "k": k, "v": v}[name][index] = value
+    _, lse = kernel.attention(q, k, v, return_lse=True)
+    _, expected = references.attention(q, k, v, return_lse=True)
+    expected = expected.masked_fill(expected == math.inf, math.nan)
+    torch.testing.assert_close(lse.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
+
+
+def test_lse_excludes_out(kernel, device):
+    q, k, v = query_key_value(1, 5, 7, 2, 64, torch.bfloat16, device)
+    sentence = "attention: out must be None with return_lse, got Tensor"
+    with pytest.raises(ValueError) as error:
+        kernel.attention(q, k, v, out=torch.empty_like(q), return_lse=True)
+    assert str(error.value) == sentence
+    for value in (None, 1, "True", torch.tensor(True)):
+        with pytest.raises(TypeError, match="attention: return_lse must be True or False, got "):
+            kernel.attention(q, k, v, return_lse=value)
+
+
+# --------------------------------------------------------------------------------------------------
 # Gradients
+
+
+@pairwise(
+    masked=["plain", "bias", "lengths", "both"],
+    heads=[(2, 2), (4, 2)],
+    which=["lse", "both"],
+    dtype=HALVES,
+)
+def test_gradients_of_lse(kernel, device, masked, heads, which, dtype):
+    q, k, v = query_key_value(3, 6, 9, heads[0], 64, dtype, device, key_heads=heads[1])
+    leaves, options = {"q": q, "k": k, "v": v}, {}
+    if masked in ("bias", "both"):
+        leaves["key_bias"] = normal(3, 9, dtype=torch.float32, device=device)
+        leaves["key_bias"][1] = -math.inf
+    if masked in ("lengths", "both"):
+        options["key_lengths"] = key_lengths([9, 5, 0], device)
+        pad_with(math.nan, [9, 5, 0], k, v)
+    has_keys = torch.tensor([True, "key_bias" not in leaves, not options], device=device)
+    seeds = [normal(*shape, dtype=dtype, device=device) for shape in (q.shape, q.shape[:3])]
+    grads = []
+    for function, new_dtype in ((kernel.attention, None), (references.attention, torch.float64)):
+        tensors = {
+            name: t.detach().clone().to(new_dtype or t.dtype).requires_grad_()
+            for name, t in leaves.items()
+        }
+        out, lse = function(**tensors, **options, return_lse=True)
+        # A query without keys has no gradient.
+        total = (lse * seeds[1].to(lse.dtype))[has_keys].sum()
+        if which == "both":
+            total = total + (out * seeds[0].to(out.dtype)).sum()
+        grads.append(torch.autograd.grad(total, list(tensors.values()), allow_unused=True))
+    for name, one, other in zip(leaves, *grads, strict=True):
+        one = torch.zeros_like(leaves[name]) if one is None else one
+        other = torch.zeros_like(leaves[name]).double() if other is None else other.nan_to_num(0)
+        assert (one.double() - other).norm() <= 0.02 * other.norm(), name
 
 
 @pairwise(bias_dtype=BIAS_DTYPES, dtype=HALVES)

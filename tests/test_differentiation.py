@@ -266,13 +266,15 @@ def test_jvp(kernel, device, name, dtype):
     function, arguments = small_call(kernel, device, name, dtype)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
+    dtypes = [out.dtype for out in as_tuple(function(**arguments))]
     outs, derivatives = jvp(call, tuple(leaves), tangents)
     exact, values = of_differentiable(getattr(references, operation_of(name)), exactly(arguments))
     wide = [t.to(value.dtype) for t, value in zip(tangents, values, strict=True)]
     expected_outs, expected = jvp(exact, tuple(values), tuple(wide))
-    for out, reference in zip([*outs, *derivatives], [*expected_outs, *expected], strict=True):
-        assert out.dtype == dtype
-        assert_derivative(out, reference, dtype)
+    for results, exact_results in ((outs, expected_outs), (derivatives, expected)):
+        assert [result.dtype for result in results] == dtypes
+        for result, reference in zip(results, exact_results, strict=True):
+            assert_derivative(result, reference, dtype)
 
 
 @every_call

@@ -530,6 +530,7 @@ wrong_shapes("attention", "gate", *of_gate)
 wrong_shapes("attention", "addend", *of_keys, (BATCH, SEQ, HEADS * HEAD_DIM))
 wrong_shapes("attention", "key_lengths", (1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ())
 wrong_dtypes("attention", "key_lengths", torch.int16, torch.float32, torch.bool)
+wrong_values("attention", "return_lse", "foo", None, 1)
 expanded = replace("key_lengths", lambda t: t[:1].expand(BATCH))
 mistake("attention", "key_lengths", "expanded", "stride 0", expanded)
 
@@ -647,6 +648,7 @@ ACCEPTED_TYPES = {
     "eps": "a number",
     "x_eps": "a number",
     "tanh_gate": "True or False",
+    "return_lse": "True or False",
     "scale": "a number",
     "heads": "an integer",
     "num_groups": "an integer",

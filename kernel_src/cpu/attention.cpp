@@ -4,6 +4,7 @@
 // An item is a block of queries of one head. The queries are the innermost dimension of everything that is
 // computed, so that each loop over them is the same arithmetic for all.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -122,6 +123,10 @@ struct QueryBlock {
       for (int64_t d = 0; d < p.head_dim; ++d) values[d] = s.out[d][query] * factor;
       finish(first + query, values);
       store(p.dtype, p.out.data, p.out.offset(batch, first + query, head), p.head_dim, values);
+      // Without keys both terms are -infinity.
+      if (p.lse != nullptr)
+        p.lse[(batch * p.query_length + first + query) * p.heads + head] =
+            s.largest[query] + std::log(s.total[query]);
     }
   }
 

@@ -99,10 +99,11 @@ void launch_stream(AttentionKernelParams& params, int multiprocessors, Stream st
         kOperation, params, multiprocessors, stream);
 }
 
-// Returns whether to use the kernel for few keys. It has no registers for a gate or an addend, because it
-// computes scores of the next tile while it stores the output.
+// Returns whether to use the kernel for few keys. It has no registers for a gate, an addend or logarithms of
+// sums, because it computes scores of the next tile while it stores the output.
 bool is_resident(const AttentionParams& args) {
-  return is_mappable(args) && has_few_keys(args) && args.gate.data == nullptr && args.addend.data == nullptr;
+  return is_mappable(args) && has_few_keys(args) && args.gate.data == nullptr &&
+         args.addend.data == nullptr && args.lse == nullptr;
 }
 
 template <typename T, int kHeadDim>

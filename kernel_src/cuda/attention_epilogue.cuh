@@ -1,5 +1,5 @@
-// The end of a query tile: gate, addend, and the store of the outputs of a warp, 16 rows, through shared
-// memory and TMA.
+// The end of a query tile: logarithms of the sums, gate, addend, and the store of the outputs of a warp, 16
+// rows, through shared memory and TMA.
 #pragma once
 
 #include "attention_softmax.cuh"
@@ -7,6 +7,18 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kStoreRows = kWarpGroupRows / kWarpGroupWarps;  // rows of a warp
+
+// Stores the logarithm of the sum of the exponentials of each row. The first of the four lanes of a row
+// stores it. A recomputed tile overwrites its first result: the same threads store it again.
+__device__ __forceinline__ void store_lse(const AttentionParams& args, const WarpRole& role,
+                                          const QueryTile& position, const float (&lse)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = position.row + role.output_row(i);
+    if (role.lane % 4 == 0 && row < args.query_length)
+      args.lse[(position.batch * args.query_length + row) * args.heads + position.head] = lse[i];
+  }
+}
 
 // Multiplies by the gate of each query and head. Rows beyond the last query are not stored.
 template <class Tile>

@@ -79,6 +79,15 @@ class RowSoftmax {
     for (int i = 0; i < Tile::kOutputs; ++i) outputs[i] = accumulators[i] * inverse[i / 2 % 2];
   }
 
+  // Computes the natural logarithm of the sum of the exponentials of each row. A row without keys has l = 0
+  // and a finite m, so it is -infinity.
+  __device__ __forceinline__ void log_sum_exp(float (&result)[2]) const {
+    static_assert(!Tile::kHasOnes);
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      result[row] = (reference_[row] + __log2f(row_total(row_sum_[row]))) * kLn2;
+  }
+
  protected:
   // A row maximum that makes the probability of -infinity 0.
   static constexpr float kLowestScore = -3.4e38f;

@@ -145,7 +145,7 @@ class StreamCompute {
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
     } while (key < key_count);
-    finish_tile(softmax, accumulators, outputs);
+    finish_tile(softmax, tile, accumulators, outputs);
   }
 
   // The same, pipelined: S = Q K^T of the next tile is issued before O += P V of this one, which overlaps the
@@ -191,7 +191,7 @@ class StreamCompute {
       issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
       wgmma_wait_group<1>();
     }
-    finish_tile(softmax, accumulators, outputs);
+    finish_tile(softmax, tile, accumulators, outputs);
   }
 
   __device__ __forceinline__ void issue_next_scores(Scores<Tile>& scores) {
@@ -222,12 +222,18 @@ class StreamCompute {
 
   // The last products of values have been issued.
   template <class Softmax>
-  __device__ __forceinline__ void finish_tile(const Softmax& softmax, const Accumulators<Tile>& accumulators,
+  __device__ __forceinline__ void finish_tile(const Softmax& softmax, int tile,
+                                              const Accumulators<Tile>& accumulators,
                                               Outputs<Tile>& outputs) {
     wgmma_wait_group();
     keys_.release_values();
     advance_query();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
+    if (params_.args.lse != nullptr) {
+      float lse[2];
+      softmax.log_sum_exp(lse);
+      store_lse(params_.args, role_, group_position(tile), lse);
+    }
   }
 
   __device__ __forceinline__ QueryTile group_position(int tile) const {

@@ -13,7 +13,7 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kTileKeys = 128;
-constexpr float kLog2E = 1.44269504f;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 enum class KeyBias { kNone, kAdded };
 // Row sums of the probabilities: added by the threads, or multiplied by the tensor cores with an additional

@@ -348,6 +348,7 @@ struct AttentionOutput {
 
 // out = softmax(scale * q k^T + key_bias) v * gate + addend, over the first key_lengths[batch] keys. Query
 // head h attends to key head h / (heads / key_heads) (grouped-query attention).
+// lse = log(sum(exp(scale * q k^T + key_bias))) over the same keys; -infinity without keys.
 struct AttentionParams {
   int64_t batch;
   int64_t query_length;
@@ -366,6 +367,7 @@ struct AttentionParams {
   AttentionOperand gate;       // data may be null
   bool gate_is_float32;        // otherwise it has the dtype
   AttentionOperand addend;     // data may be null
+  float* lse;                  // (batch, query_length, heads), contiguous; may be null
   void* workspace;             // attention_workspace_bytes long, aligned to 256 bytes
 };
 

@@ -440,20 +440,7 @@ def attention(
     addend: Optional[Tensor] = None,
 ) -> Tensor:
     shape, dtype = q.shape, q.dtype
-    if heads is not None:
-        head_dim = shape[2] // heads
-        q, k, v = (tensor.unflatten(2, (-1, head_dim)) for tensor in (q, k, v))
-    q, k, v, key_bias = _promoted(q, k, v, key_bias)  # PyTorch's kernels take a mask of q's dtype
-    mask = has_keys = None
-    if key_bias is not None or key_lengths is not None:
-        mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
-        if key_lengths is not None:
-            is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
-            mask = mask.masked_fill(is_padding, -torch.inf)
-            k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
-        # Some of PyTorch's kernels give NaN for a query without keys.
-        has_keys = (mask != -torch.inf).any(1)
-        mask = mask.masked_fill(~has_keys[:, None], 0)[:, None, None]
+    q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
     # PyTorch's fused kernels support neither forward mode nor vmap, and with a gradient of the mask they do
     # not accept every length.
     with sdpa_kernel(SDPBackend.MATH) if is_differentiated(mask) else nullcontext():
@@ -473,3 +460,54 @@ def attention(
     if addend is not None:
         out = out.float() + addend
     return out.to(dtype)
+
+
+def attention_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: Optional[float],
+    key_bias: Optional[Tensor],
+    key_lengths: Optional[Tensor],
+    heads: Optional[int],
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    out = attention(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
+    q, k, _, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    queries, keys = q.float().transpose(1, 2), k.float().permute(0, 2, 3, 1)
+    if q.shape[2] != k.shape[2]:
+        keys = keys.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=1)
+    scores = queries @ keys * scale
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(3).transpose(1, 2)
+    if has_keys is not None:
+        lse = lse.masked_fill(~has_keys[:, None, None], -torch.inf)
+    return out, lse.contiguous()
+
+
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_bias: Optional[Tensor],
+    key_lengths: Optional[Tensor],
+    heads: Optional[int],
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    """Query, key and value by head and in a common dtype, a mask to add to the scores, and for each batch
+    entry whether it has keys. Without keys the mask is 0, because some of PyTorch's kernels give NaN."""
+    if heads is not None:
+        head_dim = q.shape[2] // heads
+        q, k, v = (tensor.unflatten(2, (-1, head_dim)) for tensor in (q, k, v))
+    q, k, v, key_bias = _promoted(q, k, v, key_bias)  # PyTorch's kernels take a mask of q's dtype
+    if key_bias is None and key_lengths is None:
+        return q, k, v, None, None
+    mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
+    if key_lengths is not None:
+        is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+        mask = mask.masked_fill(is_padding, -torch.inf)
+        k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
+    has_keys = (mask != -torch.inf).any(1)
+    return q, k, v, mask.masked_fill(~has_keys[:, None], 0)[:, None, None], has_keys

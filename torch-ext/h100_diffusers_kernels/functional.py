@@ -1124,6 +1124,7 @@ def _activation_out_fake(x, *_):
 
 _softmax = kernel_call("softmax", "softmax", formulas.softmax)
 _attention = kernel_call("attention", "attention", formulas.attention)
+_attention_lse = kernel_call("attention", "attention_lse", formulas.attention_lse)
 _attention_out = plain_call("attention", "attention_out")
 
 
@@ -1150,7 +1151,8 @@ def attention(
     gate: Optional[Tensor] = None,
     addend: Optional[Tensor] = None,
     out: Optional[Tensor] = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and
     head.
 
@@ -1172,9 +1174,17 @@ def attention(
             the attention of the same queries to other keys.
         out: of q's shape and dtype, or None. On CUDA an ``out`` whose heads are not all aligned to 16 bytes
             needs temporary memory of its size.
+        return_lse: also return ``lse``, the logarithm of the sum of the exponentials of each query's scores,
+            ``log(sum(exp(scale * q kᵀ + key_bias)))``. A query without keys has -inf. ``gate`` and ``addend``
+            have no effect on it. It needs ``out`` None.
 
     Returns:
-        A tensor of q's shape, contiguous, or ``out``.
+        A tensor of q's shape, contiguous, or ``out``. With ``return_lse`` ``(out, lse)``, where ``lse`` is
+        ``(B, Sq, H)``, float32, contiguous.
+
+    With ``lse``, results for parts of the keys can be merged, for example those of several GPUs: the weight of
+    a part is ``exp(lse - total)``, where ``total`` is the logsumexp of the ``lse`` of all parts. With
+    ``return_lse`` the backward needs memory for all scores in float32.
 
     On CUDA the softmax probabilities are rounded to 16 bits for the tensor cores. bfloat16 inputs with at
     least 1024 queries, at least 257 keys and no bias use float16, which has eight times the precision of
@@ -1188,6 +1198,12 @@ def attention(
         scale = scale_number("attention", "scale", scale)
     if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
         heads = count("attention", "heads", heads, "an integer or None")
+    if return_lse is not False:
+        if return_lse is not True:
+            refuse_type("attention", "return_lse", "True or False", return_lse)
+        if out is not None:
+            fail("attention", f"out must be None with return_lse, got {shown(out)}")
+        return _attention_lse(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
     if out is None:
         return _attention(q, k, v, scale, key_bias, key_lengths, heads, gate, addend)
     arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend, out
@@ -1204,6 +1220,13 @@ def _softmax_fake(x):
 def _attention_fake(q, k, v, *_):
     required(k, v)
     return q.new_empty(q.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_lse"))
+def _attention_lse_fake(q, k, v, _scale, _bias, _lengths, heads, *_):
+    required(k, v)
+    count = q.shape[2] if heads is None else heads
+    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], count), dtype=torch.float32)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))

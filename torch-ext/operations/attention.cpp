@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "../output.h"
 #include "../torch_binding.h"
@@ -145,6 +146,22 @@ OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor&
   return out;
 }
 
+// Returns the output and the logarithms of the sums of the exponentials, float32.
+TwoTensors call_attention_lse(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                              std::optional<double> scale, const OptionalTensor& key_bias,
+                              const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                              const OptionalTensor& gate, const OptionalTensor& addend) {
+  const ArgumentChecker check("attention", "q", q, heads.has_value() ? 3 : 4, false);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+  OwnedTensor out = check.empty(check.shape());
+  OwnedTensor lse =
+      check.empty({params.batch, params.query_length, params.heads}, aoti_torch_dtype_float32());
+  params.lse = static_cast<float*>(Tensor(lse).mutable_data_ptr());
+  run_attention(check, params, Tensor(out));
+  return {std::move(out), std::move(lse)};
+}
+
 void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
                         std::optional<double> scale, const OptionalTensor& key_bias,
                         const OptionalTensor& key_lengths, std::optional<int64_t> heads,
@@ -167,6 +184,9 @@ constexpr Operation kOperations[] = {
     operation<"attention(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias, Tensor? key_lengths,"
               " int? heads, Tensor? gate, Tensor? addend) -> Tensor",
               call_attention>(),
+    operation<"attention_lse(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
+              " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend) -> (Tensor, Tensor)",
+              call_attention_lse>(),
     operation<"attention_out(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
               " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) out)"
               " -> ()",
