@@ -38,6 +38,7 @@ every_output = pytest.mark.parametrize(
     ("name", "output"),
     [*((name, "out") for name in WITH_OUT), *(("qk_norm_rope", output) for output in OUT_FIELDS)],
 )
+every_kind_of_output = pytest.mark.parametrize("output", OUT_FIELDS)
 # Operations whose x may be out itself.
 IN_PLACE = ("gelu", "silu")
 
@@ -264,6 +265,68 @@ def test_outputs_that_overlap_inputs(kernel, device, name, index, is_whole):
     else:
         written = ("q_out", "k_out", "v_out")[index]
         output_refused(kernel, arguments, name, written)
+
+
+@every_kind_of_output
+@pytest.mark.parametrize("has_head_dim", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((2, 5, 3, 1, 8), (2, 5, 4, 1, 8), (2, 5, 2, 2, 8), (2, 5, 0, 2, 8), (2, 5, 2, 0, 8)),
+        *((2, 5, 2, 1, 4), (2, 5, 2, 1, 16), (1, 5, 2, 1, 8), (2, 4, 2, 1, 8), (2, 2, 1, 5, 8)),
+        *((2, 5, 1, 2, 1, 8), (2, 5, 2, 1, 8, 1)),
+    ],
+    ids=str,
+)
+def test_chunks_of_heads_of_other_shapes(kernel, device, output, has_head_dim, shape):
+    arguments = of_outputs(device)
+    if not has_head_dim:
+        tensors = {name: arguments[name].flatten(2) for name in ("q", "k", "v")}
+        out = tuple(t.unflatten(2, (2, 1, 8)) for t in map(torch.zeros_like, tensors.values()))
+        arguments |= {**tensors, "out": out}
+    replace(output, lambda _: torch.zeros(shape, device=device))(arguments)
+    refused_unchanged(kernel.qk_norm_rope, arguments, sentence("qk_norm_rope", output, str(shape)))
+
+
+@every_kind_of_output
+@pytest.mark.parametrize("chunk_heads", [1, 2, 2**16])
+def test_most_heads_in_chunks(kernel, device, output, chunk_heads):
+    name, index = output[0], OUT_FIELDS[output]
+    for heads in (2**16, 2**17):
+        x = torch.randn(2, 5, heads, 2, device=device)
+        arguments = {
+            "q": x[:, :, :1],
+            "k": x[:, :, :1],
+            "v": x[:, :, :1],
+            "norm": "none",
+            "heads": 1,
+        }
+        arguments |= {name: x, "out": [torch.zeros_like(x[:, :, :1]) for _ in range(3)]}
+        arguments["heads"] = arguments["q"].shape[2]
+        arguments["out"][index] = torch.zeros_like(x).unflatten(2, (-1, chunk_heads))
+        if heads > 2**16:
+            pattern = sentence("qk_norm_rope", output, str(heads))
+            refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
+        else:
+            out = kernel.qk_norm_rope(**arguments)[index]
+            assert torch.equal(out.flatten(2, 3), x)
+
+
+@every_kind_of_output
+def test_chunks_of_heads_that_overlap(kernel, device, output):
+    arguments = of_outputs(device)
+    index = OUT_FIELDS[output]
+    expanded = torch.zeros(2, 5, 1, 1, 8, device=device).expand(-1, -1, 2, -1, -1)
+    replace(output, lambda _: expanded)(arguments)
+    pattern = sentence("qk_norm_rope", output, "stride 0 in dimension 2")
+    refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
+    sliding = torch.zeros(200, device=device).as_strided((2, 5, 2, 1, 8), (80, 16, 4, 8, 1))
+    replace(output, lambda _: sliding)(arguments)
+    refused_unchanged(kernel.qk_norm_rope, arguments, sentence("qk_norm_rope", output, "strides"))
+    # A view of its own input in another shape.
+    name = "qkv"[index]
+    replace(output, lambda _: arguments[name].unflatten(2, (2, 1)))(arguments)
+    output_refused(kernel, arguments, name, output)
 
 
 @pytest.mark.parametrize("name", ["q_weight", "k_weight", "cos", "sin", "k_cos", "k_sin"])

@@ -7,7 +7,7 @@ import torch
 
 import eager
 import references
-from checks import CONTRACT_ELEMENTS, check, check_nonfinite
+from checks import CONTRACT_ELEMENTS, MemorySnapshot, assert_same_bits, check, check_nonfinite
 from inputs import (
     DTYPES,
     LAYOUTS,
@@ -400,6 +400,89 @@ def test_outputs_that_are_inputs(kernel, device, norm):
         )
         options = {"rope": rope, "heads": 4, "norm": norm, "v": tensors[2], "out": outs}
         check_call(kernel, *tensors[:2], **options, contract=False)
+
+
+# An all-to-all's buffer; a part of one; chunks, or heads, that are not aligned to 16 bytes.
+CHUNK_LAYOUTS = ["sent", "part", "odd_chunks", "odd_heads"]
+
+
+def in_chunks(shape, chunks, memory, dtype, device):
+    """A view (batch, seq, chunks, heads / chunks, head_dim) of a buffer filled with NaN."""
+    batch, seq, heads, head_dim = shape
+    size = chunks, seq, batch, heads // chunks, head_dim
+    if memory == "sent":
+        buffer = torch.full(size, math.nan, dtype=dtype, device=device)
+    elif memory == "part":
+        longer = chunks + 1, seq + 1, batch, size[3] + 1, head_dim
+        buffer = torch.full(longer, math.nan, dtype=dtype, device=device)[1:, :seq, :, 1:]
+    else:
+        head = head_dim + (memory == "odd_heads")
+        row, token = size[3] * head, batch * size[3] * head
+        chunk = seq * token + (memory == "odd_chunks")
+        buffer = torch.full((chunks * chunk,), math.nan, dtype=dtype, device=device)
+        buffer = buffer.as_strided(size, (chunk, token, row, head, 1))
+    return buffer.permute(2, 1, 0, 3, 4)
+
+
+@pairwise(
+    form=ROTATIONS,
+    memory=CHUNK_LAYOUTS,
+    shape=[(2, 65, 4, 64), (2, 17, 6, 128), (3, 5, 40, 128), (2, 9, 3, 6), (1, 3, 6, 256)],
+    chunks=["one", "few", "heads"],
+    v_heads=[None, 1, 2],  # as a multiple
+    own_key=[False, True],
+    has_head_dim=[False, True],
+    norm=NORM_SCOPES,
+    dtype=DTYPES,
+)
+def test_outputs_in_chunks_of_heads(
+    kernel, device, form, memory, shape, chunks, v_heads, own_key, has_head_dim, norm, dtype
+):
+    """The same bits as with other outputs, and no other write."""
+    batch, seq, heads, head_dim = shape
+    few = next(n for n in range(2, heads + 1) if heads % n == 0)
+    chunks = {"one": 1, "few": few, "heads": heads}[chunks]
+    k_shape = (batch, seq + 2 if own_key else seq, heads, head_dim)
+    shapes = [shape, k_shape, (*k_shape[:2], heads * v_heads, head_dim) if v_heads else None]
+    q, k, v = (s and heads_of(s, dtype, device, has_head_dim=has_head_dim) for s in shapes)
+    options = weights(norm, shape, dtype, device)
+    options |= {"heads": heads, "norm": norm, "v": v, "rope": rotation(kernel, form, shape, device)}
+    if own_key:
+        options["k_rope"] = rotation(kernel, form, k_shape, device)
+    shapes = list(filter(None, shapes))
+    # Both take the kernels for aligned data, or both the others.
+    is_odd = memory.startswith("odd") and not (memory == "odd_chunks" and chunks == 1)
+    layout = LAYOUTS["misaligned" if is_odd else "contiguous"]
+    expected = tuple(layout(torch.empty_like(t)) for t in (q, k, v) if t is not None)
+    kernel.qk_norm_rope(q, k, **options, out=expected)
+
+    outs = tuple(in_chunks(s, chunks, memory, dtype, device) for s in shapes)
+    memory = MemorySnapshot([q, k, *outs])
+    results = kernel.qk_norm_rope(q, k, **options, out=outs)
+    for result, out, other in zip(results, outs, expected, strict=True):
+        assert result is out
+        assert_same_bits(out.reshape(other.shape), other)
+        memory.allow(out)
+    memory.assert_unchanged()
+
+
+@pytest.mark.sanitize
+@every_norm
+def test_outputs_in_chunks_of_one_buffer(kernel, device, norm):
+    """Query, key and values of each destination side by side: one all-to-all sends them."""
+    batch, seq, heads, head_dim, chunks = shape = (2, 7, 4, 64, 2)
+    q, k = query_and_key(shape[:4], torch.bfloat16, device)
+    v = torch.randn_like(k)
+    rope = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
+    options = {"rope": rope, "heads": heads, "norm": norm, "v": v}
+    size = chunks, seq, batch, 3, heads // chunks, head_dim
+    buffer = torch.full(size, math.nan, dtype=torch.bfloat16, device=device)
+    kernel.qk_norm_rope(q, k, **options, out=buffer.permute(3, 2, 1, 0, 4, 5).unbind(0))
+    outs = tuple(torch.empty_like(t) for t in (q, k, v))
+    kernel.qk_norm_rope(q, k, **options, out=outs)
+    for i, out in enumerate(outs):
+        for chunk, of_chunk in enumerate(out.unflatten(2, (heads, head_dim)).chunk(chunks, 2)):
+            assert_same_bits(buffer[chunk, :, :, i].transpose(0, 1), of_chunk)
 
 
 def test_values_keep_their_bits(kernel, device):

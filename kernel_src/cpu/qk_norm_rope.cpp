@@ -14,6 +14,11 @@
 namespace h100_diffusers_kernels {
 namespace {
 
+int64_t out_offset(const HeadsOperand& operand, int64_t batch, int64_t seq, int64_t head) {
+  const int64_t chunk = operand.out_chunk_heads == 0 ? 0 : head / operand.out_chunk_heads;
+  return head_offset(operand.out_strides, batch, seq, head) + chunk * operand.out_chunk_gap;
+}
+
 struct Token {
   const QkvNormRopeParams& p;
   int64_t batch, seq;
@@ -77,7 +82,7 @@ struct Token {
       for (int64_t i = 0; i < p.head_dim; ++i) values[i] += weight[i];
     }
     if (is_rotated) rotate(p.layout, p.head_dim, scratch);
-    store(p.dtype, operand.out, head_offset(operand.out_strides, batch, seq, head), p.head_dim, values);
+    store(p.dtype, operand.out, out_offset(operand, batch, seq, head), p.head_dim, values);
   }
 
   // The arrays have a value for each head.
@@ -100,7 +105,7 @@ struct Token {
   void copy_value() const {
     const int64_t size = bytes_of(p.dtype);
     for (int64_t head = 0; head < p.v.heads; ++head)
-      std::memmove(static_cast<char*>(p.v.out) + head_offset(p.v.out_strides, batch, seq, head) * size,
+      std::memmove(static_cast<char*>(p.v.out) + out_offset(p.v, batch, seq, head) * size,
                    static_cast<const char*>(p.v.in) + head_offset(p.v.in_strides, batch, seq, head) * size,
                    p.head_dim * size);
   }

@@ -68,7 +68,14 @@ struct LayerNormOperands : GeneralOperands<true> {
 template <class Params>
 struct QkKernelParams : Params {
   FastDivisor seq_divisor, max_heads_divisor, units_per_head;
+  ShortDivisor out_chunk_heads[3];  // of query, key and values
 };
+
+__device__ __forceinline__ int64_t out_offset(const HeadsOperand& tensor, const ShortDivisor& chunk_heads,
+                                              const UnitPosition& position) {
+  const int64_t chunk = chunk_heads.divide(static_cast<uint32_t>(position.head));
+  return chunk * tensor.out_chunk_gap + head_offset(tensor.out_strides, position);
+}
 
 // Available numbers of threads in a group, in ascending order.
 template <int... kThreads>
@@ -157,16 +164,17 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
     for (int i = 0; i < kUnits; ++i) look_up(i);
   }
 
-  const auto store = [&](const Unit& unit, const HeadsOperand& tensor, const UnitPosition& position) {
+  const auto store = [&](const Unit& unit, const HeadsOperand& tensor, const ShortDivisor& chunk_heads,
+                         const UnitPosition& position) {
     if (!unit.is_present) return;
-    T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, position);
+    T* head = static_cast<T*>(tensor.out) + out_offset(tensor, chunk_heads, position);
     unit.first.store(head + position.first);
     unit.second.store(head + position.second);
   };
   // Stored before the norm of query and key, which frees the registers of the values.
   if constexpr (kPrefetchesValues) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) store(v[i], p.v, positions[i]);
+    for (int i = 0; i < kUnits; ++i) store(v[i], p.v, p.out_chunk_heads[2], positions[i]);
   }
 
   const bool is_norm = p.norm != NormScope::kNone;
@@ -222,8 +230,9 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
   for (int i = 0; i < kUnits; ++i) {
     const UnitPosition& position = positions[i];
     if constexpr (!kPrefetchesRotation) look_up(i);
-    const auto finish = [&](const Unit& unit, const HeadsOperand& tensor, const Statistic<T>& mean,
-                            const Statistic<T>& scale, bool weight_is_float32, const Bias& bias) {
+    const auto finish = [&](const Unit& unit, const HeadsOperand& tensor, const ShortDivisor& chunk_heads,
+                            const Statistic<T>& mean, const Statistic<T>& scale, bool weight_is_float32,
+                            const Bias& bias) {
       if (!unit.is_present) return;
       float a[kSize], b[kSize];
       read(unit, mean, a, b);
@@ -256,21 +265,22 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>)
           add_biases(static_cast<const T*>(bias.values));
       }
       if constexpr (Rope::kIsRope) rotate<kLayout>(a, b, rotations[i]);
-      T* head = static_cast<T*>(tensor.out) + head_offset(tensor.out_strides, position);
+      T* head = static_cast<T*>(tensor.out) + out_offset(tensor, chunk_heads, position);
       store_floats(head + position.first, a);
       store_floats(head + position.second, b);
     };
     if constexpr (Operands::kIsGeneral) {
-      finish(q[i], p.q, q_mean, q_scale, p.q_weight_is_float32, p.q_bias);
-      if constexpr (Operands::kHasKey) finish(k[i], p.k, k_mean, k_scale, p.k_weight_is_float32, p.k_bias);
+      finish(q[i], p.q, p.out_chunk_heads[0], q_mean, q_scale, p.q_weight_is_float32, p.q_bias);
+      if constexpr (Operands::kHasKey)
+        finish(k[i], p.k, p.out_chunk_heads[1], k_mean, k_scale, p.k_weight_is_float32, p.k_bias);
       if constexpr (!kPrefetchesValues) {
         const bool is_unit = is_group && position.head - group_head < group_heads;
         fetch(v[i], p.v, static_cast<int>(p.v.heads), position, is_unit);
-        store(v[i], p.v, position);
+        store(v[i], p.v, p.out_chunk_heads[2], position);
       }
     } else {
-      finish(q[i], p.q, q_mean, q_scale, false, {});
-      finish(k[i], p.k, k_mean, k_scale, false, {});
+      finish(q[i], p.q, p.out_chunk_heads[0], q_mean, q_scale, false, {});
+      finish(k[i], p.k, p.out_chunk_heads[1], k_mean, k_scale, false, {});
     }
   }
 }
@@ -304,10 +314,20 @@ __global__ void __launch_bounds__(kScalarThreads)
   UnitPosition position;
   position.batch = token / p.seq;
   position.seq = token - position.batch * p.seq;
-  const auto element = [&](int i, const int64_t (&strides)[3]) {
+  const auto position_of = [&](int i) {
     UnitPosition at = position;
     at.head = group_head + i / head_dim;
-    return head_offset(strides, at) + i % head_dim;
+    return at;
+  };
+  const auto in_element = [&](int i) {
+    return static_cast<const T*>(tensor.in)[head_offset(tensor.in_strides, position_of(i)) + i % head_dim];
+  };
+  const auto out_element = [&](int i) -> T& {
+    const UnitPosition at = position_of(i);
+    int64_t offset = head_offset(tensor.out_strides, at) + i % head_dim;
+    if (tensor.out_chunk_heads > 0)
+      offset += at.head / static_cast<int>(tensor.out_chunk_heads) * tensor.out_chunk_gap;
+    return static_cast<T*>(tensor.out)[offset];
   };
   // The counter is unsigned because the last step may exceed an int.
   const auto for_each_element = [&](const auto& body) {
@@ -316,10 +336,7 @@ __global__ void __launch_bounds__(kScalarThreads)
   };
   if constexpr (Operands::kIsGeneral) {
     if (blockIdx.y == 2) {
-      for_each_element([&](int i) {
-        static_cast<T*>(tensor.out)[element(i, tensor.out_strides)] =
-            static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)];
-      });
+      for_each_element([&](int i) { out_element(i) = in_element(i); });
       return;
     }
   }
@@ -327,7 +344,7 @@ __global__ void __launch_bounds__(kScalarThreads)
   const bool is_norm = Operands::kIsLayerNorm || p.norm != NormScope::kNone;
   Statistic<T> mean, scale;
   const auto read = [&](int i) {
-    const float x = to_float(static_cast<const T*>(tensor.in)[element(i, tensor.in_strides)]);
+    const float x = to_float(in_element(i));
     return Operands::kIsLayerNorm ? mean.subtracted_from(x) : x;
   };
   if (is_norm) {
@@ -367,9 +384,7 @@ __global__ void __launch_bounds__(kScalarThreads)
     }
     return n;
   };
-  const auto store = [&](int i, float value) {
-    static_cast<T*>(tensor.out)[element(i, tensor.out_strides)] = from_float<T>(value);
-  };
+  const auto store = [&](int i, float value) { out_element(i) = from_float<T>(value); };
   if constexpr (Rope::kIsRope) {
     const int half = head_dim / 2;
     for (int pair = threadIdx.x; pair < span / 2; pair += kScalarThreads) {
@@ -448,7 +463,14 @@ void launch(const typename Operands::Params& p, Stream stream) {
     constexpr int kBlock = kBlockThreads<threads>;
     using Launched = std::conditional_t<Operands::kIsGeneral && !Operands::kIsLayerNorm,
                                         GeneralOperands<(threads <= kMaxKeyThreads)>, Operands>;
-    QkKernelParams<typename Operands::Params> params{p, {}, {}, {}};
+    QkKernelParams<typename Operands::Params> params{p, {}, {}, {}, {}};
+    const auto set_chunk_heads = [&](int number, const HeadsOperand& operand) {
+      if (operand.out_chunk_heads > 0)
+        params.out_chunk_heads[number].set(static_cast<uint32_t>(operand.out_chunk_heads));
+    };
+    set_chunk_heads(0, p.q);
+    set_chunk_heads(1, p.k);
+    if constexpr (Operands::kIsGeneral) set_chunk_heads(2, p.v);
     params.seq_divisor.set(static_cast<uint32_t>(p.seq));
     params.max_heads_divisor.set(static_cast<uint32_t>(max_heads));
     params.units_per_head.set(static_cast<uint32_t>(p.head_dim / (2 * kPackSize<T, Access::kVector>)));
@@ -484,11 +506,14 @@ void dispatch(const typename Operands::Params& params, Stream stream) {
 }
 
 // Returns whether the heads of one tensor can be split into a query and a key, so that a group loads a
-// rotation once for two heads: all heads of a token have the same rotation, and no norm spans them.
+// rotation once for two heads: all heads of a token have the same rotation, no norm spans them, and no chunk
+// of the output has heads of both.
 bool can_split_heads(const QkvNormRopeParams& p) {
   const bool share_rotation =
       !p.coordinates && p.tables.cos_strides[2] == 0 && (p.tables.is_complex || p.tables.sin_strides[2] == 0);
-  return !p.k.in && !p.v.in && p.norm != NormScope::kAcrossHeads && p.q.heads % 2 == 0 && share_rotation;
+  if (p.k.in || p.v.in || p.norm == NormScope::kAcrossHeads || p.q.heads % 2 != 0 || !share_rotation)
+    return false;
+  return p.q.out_chunk_heads == 0 || p.q.heads / 2 % p.q.out_chunk_heads == 0;
 }
 
 void split_heads(QkvNormRopeParams& p) {
@@ -499,6 +524,8 @@ void split_heads(QkvNormRopeParams& p) {
   const int64_t bytes = p.q.heads * bytes_of(p.dtype);
   p.k.in = static_cast<const char*>(p.q.in) + p.q.in_strides[2] * bytes;
   p.k.out = static_cast<char*>(p.q.out) + p.q.out_strides[2] * bytes;
+  if (p.q.out_chunk_heads > 0)
+    p.k.out = static_cast<char*>(p.k.out) + p.q.out_chunk_gap * bytes / p.q.out_chunk_heads;
 }
 
 }  // namespace

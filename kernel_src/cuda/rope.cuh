@@ -229,6 +229,7 @@ void dispatch_layout(RopeLayout layout, const Body& body) {
 inline bool has_vector_rows(const HeadsOperand& operand, int element_bytes) {
   bool vector =
       is_16_byte_aligned(operand.in) && is_16_byte_aligned(operand.out) && is_16_byte_aligned(operand.weight);
+  vector = vector && operand.out_chunk_gap * element_bytes % kVectorBytes == 0;
   for (int dim = 0; dim < 3; ++dim)
     vector = vector && operand.in_strides[dim] * element_bytes % kVectorBytes == 0 &&
              operand.out_strides[dim] * element_bytes % kVectorBytes == 0;

@@ -26,6 +26,18 @@ struct FastDivisor {
   }
 };
 
+// Divides 0 <= n < 2^16 by 2 <= divisor <= 2^16 with one multiplication, which needs fewer registers. Unless
+// it is set, the quotient is 0.
+struct ShortDivisor {
+  uint32_t multiplier;
+
+  __host__ void set(uint32_t value) {
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << 32) + value - 1) / value);
+  }
+
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const { return __umulhi(n, multiplier); }
+};
+
 constexpr int64_t kFastDivisionEnd = int64_t{1} << 31;
 
 }  // namespace h100_diffusers_kernels

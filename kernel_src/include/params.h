@@ -181,12 +181,19 @@ enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead, kLayerPerHead };
 // Rotated pairs are the elements (2i, 2i+1) of a head (interleaved) or (i, i + head_dim/2) (half).
 enum class RopeLayout : int32_t { kInterleaved, kHalf };
 
+constexpr int64_t kMaxChunkedHeads = int64_t{1} << 16;
+
 // Query or key is (batch, seq, heads, head_dim); the strides are those of the first three.
 struct HeadsOperand {
   const void* in;
   void* out;  // may equal in
   int64_t in_strides[3];
   int64_t out_strides[3];
+  // The heads of out may be in chunks that lie anywhere: head h is at
+  // h * out_strides[2] + h / out_chunk_heads * out_chunk_gap. Only qk_norm_rope has them. Without chunks both
+  // are 0. Otherwise there are at most kMaxChunkedHeads heads, and at least 2 in a chunk.
+  int64_t out_chunk_heads;
+  int64_t out_chunk_gap;
   int64_t heads;
   const void* weight;  // kAcrossHeads: (heads*head_dim,); per head: (head_dim,); may be null
 };

@@ -789,7 +789,9 @@ def qk_norm_rope(
         v: values ``(B, S, any * d)`` or ``(B, S, any, d)``, T, with the key's S, copied to ``v_out``.
         out: ``(q_out, k_out)`` or, with ``v``, ``(q_out, k_out, v_out)``, with the shapes of q, k and v, T,
             strided in any dimension except the last, for example slices of a joint buffer. They must not
-            overlap each other or an input, but each may be its own input.
+            overlap each other or an input, but each may be its own input. An output may also have the shape
+            ``(B, S, C, H / C, d)``, for H heads in C chunks, for example a view of the buffer
+            ``(C, S, B, H / C, d)`` that an all-to-all sends.
         q_bias, k_bias: biases of ``"layer_per_head"``, ``(d,)``, float32 or T, or None.
 
     ``inplace`` and ``out`` are refused if an input requires grad or carries a tangent.

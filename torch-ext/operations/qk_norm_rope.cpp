@@ -109,7 +109,7 @@ class NormRope {
     HeadsOperand* const operands[] = {&params_.q, &params_.k, &params_.v};
     for (size_t i = 0; i < 3; ++i) {
       if (!outputs[i].tensor.has_value()) continue;
-      check_output(outputs[i], inputs[i]);
+      check_output(outputs[i], inputs[i], *operands[i], i == 0 ? params_.seq : k_seq_);
       set_output(*operands[i], *outputs[i].tensor);
     }
     const char* const where = in_place ? " in place" : "";
@@ -162,6 +162,26 @@ class NormRope {
   void set_output(HeadsOperand& operand, const Tensor& tensor) const {
     operand.out = tensor.mutable_data_ptr();
     set_heads_strides(operand.out_strides, tensor, params_.head_dim);
+    if (tensor.dim() != kChunkedDims) return;
+    const int64_t chunks = tensor.size(2), chunk_heads = tensor.size(3);
+    if (chunk_heads <= 1) {
+      operand.out_strides[2] = chunks == 1 ? 0 : tensor.stride(2);
+    } else {
+      operand.out_strides[2] = tensor.stride(3);
+      if (chunks <= 1) return;
+      operand.out_chunk_heads = chunk_heads;
+      operand.out_chunk_gap = tensor.stride(2) - chunk_heads * tensor.stride(3);
+    }
+  }
+
+  // Whether an output is (batch, seq, chunks, heads of a chunk, head_dim).
+  bool is_chunked(const Tensor& out, const HeadsOperand& operand, int64_t seq) const {
+    if (out.dim() != kChunkedDims || out.size(0) != params_.batch || out.size(1) != seq ||
+        out.size(4) != params_.head_dim)
+      return false;
+    const int64_t chunks = out.size(2), heads = out.size(3);
+    if (chunks == 0 || heads == 0) return operand.heads == 0;
+    return operand.heads % heads == 0 && operand.heads / heads == chunks && operand.heads > 0;
   }
 
   // Returns whether the weight is float32 and the rows are 16-bit.
@@ -264,14 +284,18 @@ class NormRope {
       check.countable(name, "heads * head_dim", {heads, params_.head_dim});
   }
 
-  void check_output(const Named& output, const Named& input) const {
+  void check_output(const Named& output, const Named& input, const HeadsOperand& operand, int64_t seq) const {
     const Tensor &out = *output.tensor, &in = *input.tensor;
     check_.same_device(output.name, out);
     check_.same_dtype(output.name, out);
-    if (!std::ranges::equal(out.sizes(), in.sizes()))
+    if (!std::ranges::equal(out.sizes(), in.sizes()) && !is_chunked(out, operand, seq))
       fail(operation_, output.name, " must have the shape of ", input.name, " ", to_string(in.sizes()),
-           ", got ", to_string(out.sizes()));
+           " or shape (", params_.batch, ", ", seq, ", chunks, ", operand.heads, " / chunks, ",
+           params_.head_dim, "), got ", to_string(out.sizes()));
     check_.readable(output.name, out);
+    if (out.dim() == kChunkedDims && operand.heads > kMaxChunkedHeads)
+      fail(operation_, output.name, " must have at most ", kMaxChunkedHeads, " heads in chunks, got ",
+           operand.heads);
   }
 
   // Fails if an input overlaps an output. It may be identical to its own output.
@@ -318,6 +342,7 @@ class NormRope {
   }
 
   static constexpr const char* operation_ = "qk_norm_rope";
+  static constexpr int64_t kChunkedDims = 5;
   const Tensor &q_, &k_;
   const Tensor* v_ = nullptr;
   const OptionalTensor &q_weight_, &k_weight_, &q_bias_, &k_bias_;
