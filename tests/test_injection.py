@@ -127,7 +127,7 @@ def test_report_names_each_module(kernel, device, capfd, caplog):
 
 
 OWN = "attention itself is the model's own: "
-CHOSEN = "a backend or parallelism is chosen for it"
+CHOSEN = "a backend is chosen for it"
 OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernels, reason
     "chosen": (
         lambda model: model.set_attention_backend("native"),

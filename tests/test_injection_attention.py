@@ -1,12 +1,10 @@
 """Attention of injected LTX-Video models: when the kernel computes it, and when diffusers does."""
 
-import functools
 import itertools
 
 import pytest
 import torch
 from diffusers.models import attention_dispatch
-from diffusers.models.transformers import transformer_ltx
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
 import ltx_models
@@ -132,23 +130,6 @@ def test_gradients_of_16_bits(kernel, device):
     assert_gradients_agree(model, plain, arguments, 0.1)
     model.requires_grad_(False)
     assert kernel_calls(lambda: model(**arguments))["attention"] == 4
-
-
-def test_parallelism_keeps_the_models_attention(kernel, device, monkeypatch):
-    model, _, _ = pair(kernel, device, **BFLOAT16)
-    config, given = object(), []
-    original = transformer_ltx.dispatch_attention_fn
-
-    @functools.wraps(original)
-    def dispatch(*args, parallel_config, **kwargs):
-        given.append(parallel_config)
-        return original(*args, parallel_config=None, **kwargs)
-
-    for block in model.transformer_blocks:
-        block.attn1.processor._parallel_config = config
-    monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", dispatch)
-    assert kernel_calls(run, model, inputs(model)) == calls_of(2)
-    assert given == [config, None] * 2
 
 
 # ------------------------------------------------------------------------------------------------

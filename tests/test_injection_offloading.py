@@ -7,13 +7,12 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers.hooks import context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from changes import offload
 from checks import relative_distance
 from families import FAMILIES, run
-from injected_pairs import reasons_of
-from ltx_models import calls_of, computing, either_order, kernel_calls, prepared, snapshot
+from ltx_models import calls_of, computing, either_order, kernel_calls, prepared
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -93,22 +92,6 @@ def test_placed_by_a_device_map(kernel, device, tmp_path, name, kind, is_injecte
 
 # ------------------------------------------------------------------------------------------------
 # Context parallelism
-
-
-def test_context_parallelism_is_declined(kernel, device):
-    model, arguments, expected = prepared(device)
-    model._parallel_config = ParallelConfig(
-        context_parallel_config=ContextParallelConfig(ulysses_degree=2)
-    )
-    before = snapshot(model)
-    report = kernel.inject_kernels(model)
-    assert report.num_replaced == 0
-    (entry,) = report.left_alone
-    assert (entry.name, entry.module) == ("", "LTXVideoTransformer3DModel")
-    assert "parallelism is on" in entry.reason
-    assert reasons_of(report)[""] in str(report)
-    assert snapshot(model) == before
-    assert computing(expected, model, arguments) == {}
 
 
 def test_context_parallelism_after_the_injection(kernel, device, monkeypatch):

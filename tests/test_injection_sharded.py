@@ -8,8 +8,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import apply_context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,11 +23,9 @@ from families import FAMILIES
 from injected_pairs import assert_alike, pair
 from ltx_models import (
     calls_of,
-    computing,
     either_order,
     inputs,
     kernel_calls,
-    prepared,
     run,
     transformer,
 )
@@ -246,37 +242,10 @@ def check_replicated_models(kernel, rank):
         assert torch.equal(values, others)
 
 
-def check_sharded_sequence(kernel, rank):
-    """Each process computes the whole output from its part of the sequence."""
-    torch.manual_seed(3)
-    # The text is sharded too. Context parallelism takes no mask.
-    model, arguments, expected = prepared("cpu", mask=None, text_length=6)
-    kernel.inject_kernels(model)
-    assert computing(expected, model, arguments) == calls_of(2)
-    # Like the model's enable_parallelism, which would choose a device for each rank itself.
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("ring", "ulysses"))
-    config = ParallelConfig(
-        context_parallel_config=ContextParallelConfig(ulysses_degree=RANKS, mesh=mesh)
-    )
-    config.setup(rank, RANKS, torch.device("cpu"), mesh=mesh)
-    model._parallel_config = config
-    for block in model.transformer_blocks:
-        for attention in (block.attn1, block.attn2):
-            attention.processor._parallel_config = config
-    apply_context_parallel(model, config.context_parallel_config, model._cp_plan)
-    with_tables = calls_of(2, qk_norm_coordinate_rope=0, qk_norm_rope=1)
-    assert computing(expected, model, arguments) == with_tables
-    kernel.eject_kernels(model)
-    assert computing(expected, model, arguments) == {}
-    assert "parallelism is on" in str(kernel.inject_kernels(model))
-    assert computing(expected, model, arguments) == {}
-
-
 CHECKS = [
     check_sharded_weights,
     check_sharded_families,
     check_replicated_models,
-    check_sharded_sequence,
 ]
 
 

@@ -38,13 +38,20 @@ from .functional import (
     swiglu,
     swiglu_fp8,
 )
-from .injection import InjectionReport, eject_kernels, inject_kernels
+from .injection import (
+    InjectionReport,
+    context_parallel_plan,
+    eject_kernels,
+    inject_kernels,
+    register_attention_backend,
+)
 
 __all__ = [
     "CoordinateRope",
     "InjectionReport",
     "attention",
     "channel_rms_norm",
+    "context_parallel_plan",
     "eject_kernels",
     "gated_residual",
     "gated_residual_layer_norm_modulate",
@@ -70,6 +77,7 @@ __all__ = [
     "linears_fp8",
     "qk_norm_rope",
     "quantize_fp8",
+    "register_attention_backend",
     "rms_norm",
     "rms_norm_fp8",
     "rms_norm_modulate",

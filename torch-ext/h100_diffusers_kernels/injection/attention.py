@@ -27,8 +27,17 @@ from ..conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..conditions import is_plain as is_plain_tensor
+from .attention_backend import (
+    DISPATCH,
+    NATIVE,
+    SDPA,
+    is_native,
+    key_bias_of,
+    run_own_in_parallel,
+    sdpa_with_bias,
+)
 from .checks import KnownFunction, class_name
+from .context_parallel import attend_in_parallel, config_of, wire_empty
 from .fp8_linears import Fp8Weight, are_fp8, fp8_weights_for
 from .linears import (
     can_write_linear,
@@ -45,11 +54,7 @@ from .quantized_rows import QuantizedRows, as_tensor
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
 
-_DISPATCH_MODULE = "diffusers.models.attention_dispatch"
-SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
-DISPATCH = KnownFunction(f"{_DISPATCH_MODULE}:dispatch_attention_fn")
-_NATIVE = KnownFunction(f"{_DISPATCH_MODULE}:_native_attention")
-CHOSEN = f"{OWN_ATTENTION}: a backend or parallelism is chosen for it"
+CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
 GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
 NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 # Linear layers and norms of an attention over two streams, for the image and for the text.
@@ -74,6 +79,7 @@ class AttentionSpec(PatchSpec):
         other_processor: the path of another processor's class in that module, or "".
         other_parameters: those of its ``__call__`` after the first one's.
         other_call: this ``__call__``.
+        splits_masks: whether the model's own code gives attention the masks of its rank's tokens.
     """
 
     processor: str = ""
@@ -85,6 +91,7 @@ class AttentionSpec(PatchSpec):
     other_processor: str = ""
     other_parameters: str = ""
     other_call: KnownFunction | None = None
+    splits_masks: bool = True
 
     def __post_init__(self) -> None:
         library = self.processor.partition(":")[0]
@@ -108,6 +115,10 @@ class AttentionSpec(PatchSpec):
             return None
         processor = getattr(module, "processor", None)  # not in ``__dict__`` if it is a module
         return f"its processor is a {class_name(processor)}, which is not the supported one"
+
+    def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+        run = partial(super().run_own, stand_in, own, module, args, kwargs)
+        return run_own_in_parallel(run, module, stand_in.injection.model(), self.splits_masks)
 
     def is_other(self, module: Any) -> bool:
         """Whether the module has the other processor."""
@@ -173,23 +184,16 @@ def why_not_dtype(module: nn.Module) -> str | None:
     return f"no kernel for {dtype_name(dtype)}" if dtype in (torch.float32, torch.float64) else None
 
 
-def is_native(processor: Any, dispatches: bool) -> bool:
-    """Whether PyTorch chooses the attention backend, as by default in diffusers.
+def context_parallel_of(call: Call, module: Any) -> Any:
+    """The ``ContextParallelConfig`` of an attention, or None.
 
-    A user may choose a backend for one module, for all of them, or through parallelism.
+    diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
+    or a rank would attend to its own tokens only.
     """
-    if not dispatches:
-        return True
-    if (
-        getattr(processor, "_attention_backend", None) is not None
-        or getattr(processor, "_parallel_config", None) is not None
-    ):
-        return False
-    registry = getattr(sys.modules[_DISPATCH_MODULE], "_AttentionBackendRegistry", None)
-    if registry is None:
-        return False
-    backend, function = registry.get_active_backend()
-    return backend == "native" and function is _NATIVE.function
+    found = getattr(module.processor, "_parallel_config", call)
+    if found is call:
+        found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
+    return config_of(found)
 
 
 def _may_attend(call: Call, head_dim: int) -> bool:
@@ -204,7 +208,7 @@ def _may_attend(call: Call, head_dim: int) -> bool:
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         reason = "scaled_dot_product_attention was replaced"
     elif _dispatches(spec):
-        if _NATIVE.function is None:
+        if NATIVE.function is None:
             reason = "this diffusers version does not expose its backend"
         elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
             reason = "dispatch_attention_fn was replaced"
@@ -234,6 +238,8 @@ def attend(
     """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
     query's shape.
 
+    Under context parallelism query, key and value may also be those of ``wire_empty``.
+
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
     equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
@@ -244,6 +250,17 @@ def attend(
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
+    config = None
+    if "parallel_config" not in options:
+        config = context_parallel_of(call, module)
+    if config is not None and is_free:
+        if is_unbiased is not None:
+            raise ValueError(
+                "context parallelism: a mask for some queries only cannot be split between ranks"
+            )
+        masks = (mask, expand_mask, key_lengths, key_bias)
+        result = _attend_in_parallel(call, config, query, key, value, masks, heads, out)
+        return _gate_and_add(result, gate, addend, heads)
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
             if mask is not None and key_lengths is None and key_bias is None:
@@ -311,6 +328,63 @@ def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: 
     return x if addend is None else gated_residual(addend, x, None)
 
 
+def _attend_in_parallel(
+    call: Call,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: tuple[Any, Any, Any, Any],
+    heads: int,
+    out: Tensor | None,
+) -> Tensor:
+    """``attend`` to the keys of all ranks. ``masks``: its mask, ``expand_mask``, key lengths and bias."""
+    head_dim = query.shape[-1] if query.dim() == 5 else query.shape[2] // heads
+    query, key, value = (
+        x if x.dim() == 5 else x.unflatten(2, (-1, head_dim)) for x in (query, key, value)
+    )
+    if key.dim() == 4 and key.shape[2] % config.ulysses_degree and key.shape[2] != heads:
+        repeats = heads // key.shape[2]
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+    bias = _bias_of_keys(call, key, *masks)
+    may_use_kernel = _may_attend(call, head_dim)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
+        if may_use_kernel and attention_takes(q, k, v):
+            return functional.attention(q, k, v, key_bias=bias, out=out)
+        if may_use_kernel and is_differentiated(q, k, v):
+            call.leave_attention(GRADIENT)
+        elif may_use_kernel:
+            call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(q.dtype)}")
+        return sdpa_with_bias(q, k, v, bias, out)
+
+    place = None if out is None else out.unflatten(2, (heads, head_dim))
+    result = attend_in_parallel(config, query, key, value, bias, attention, place)
+    return result.flatten(2, 3) if out is None else out
+
+
+def _bias_of_keys(
+    call: Call, key: Tensor, mask: Any, expand_mask: Any, lengths: Any, bias: Any
+) -> Tensor | None:
+    """The masks of ``attend`` as a bias (B, Sk) of this rank's keys, or of all."""
+    if bias is not None or (lengths is None and mask is None):
+        return bias
+    if lengths is not None:
+        valid = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
+        return valid.to(torch.float32).log_()
+    if expand_mask is not None and mask.dtype == torch.bool:
+        mask, expand_mask = expand_mask(mask), None
+    # Only the shape, dtype and device of the keys are read.
+    keys = key.new_empty((key.shape[0], mask.shape[-1], 0))
+    found = _key_bias(call, mask, keys, expand_mask is not None)
+    if found is None:
+        raise ValueError(
+            "context parallelism: a mask that differs between queries or heads cannot be split between "
+            f"ranks, got shape {tuple(mask.shape)}"
+        )
+    return found
+
+
 def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
     """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
     (B, 1 or Sq, Sk) for the heads."""
@@ -321,25 +395,6 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
         return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
 
     return call.shared(f"key bias {key.shape} {key.dtype}", mask, make)
-
-
-def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
-    """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
-    to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
-    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
-        return None
-    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    batch, keys = key.shape[:2]
-    if mask.shape[0] not in (1, batch) or mask.shape[3] != keys or 0 in mask.shape:
-        return None
-    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
-        return None
-    mask = mask[:, 0, 0].expand(batch, keys)
-    if mask.dtype == torch.bool:
-        return mask.to(torch.float32).log_()  # 0 for True, -inf for False
-    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
 def key_lengths_of(call: Call, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
@@ -401,14 +456,33 @@ def inputs_taken(x: Any, *others: Any) -> bool:
 
 
 def query_key_value(
-    module: Any, x: Any, context: Tensor | None, names: tuple[str, str, str] = _IMAGE[0]
+    module: Any,
+    x: Any,
+    context: Tensor | None,
+    names: tuple[str, str, str] = _IMAGE[0],
+    config: Any = None,
 ) -> Sequence[Tensor]:
-    """Query of x, and key and value of the context (default: x), by the linear layers with these names."""
+    """Query of x, and key and value of the context (default: x), by the linear layers with these names.
+
+    ``config``: the context parallelism of ``attend``, if it gets the value as it is.
+    """
     modules = module._modules
     q, k, v = names
+    if context is None and config is not None and type(x) is not QuantizedRows:
+        query, key = linears(x, modules[q], modules[k])
+        return [query, key, _value_on_wire(config, modules[v], x, module.heads)]
     if context is None:
         return linears(x, modules[q], modules[k], modules[v])
     return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
+
+
+def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
+    """``layer(x)`` in the memory of ``wire_empty``, if it can be written there."""
+    if are_fp8(layer) or not can_write_linear(layer, x):
+        return linear(layer, x)
+    value = wire_empty(config, x, layer._parameters["weight"].shape[0], heads)
+    write_linear(layer, x, value)
+    return value
 
 
 def _norm_options(
@@ -457,9 +531,11 @@ def norm_and_rotate(
     layout: str = "interleaved",
     upcasts: Upcasts = Upcasts.NOWHERE,
     key_rope: Any = None,
+    config: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
-    that is given, too.
+    that is given, too. With ``config``, the context parallelism of ``attend``, those of self-attention may be
+    those of ``wire_empty``.
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
     ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``, the rotation included.
@@ -483,6 +559,15 @@ def norm_and_rotate(
             if options is not None:
                 how: Any = {"rope": operand, "k_rope": key_operand, "heads": heads, **options}
                 how["layout"] = layout
+                if (
+                    config is not None
+                    and operand is not None
+                    and query.shape == key.shape
+                    and may_write()
+                    and not is_differentiated(query, key, *options.values())
+                ):
+                    size = query.shape[2]
+                    how["out"] = tuple(wire_empty(config, query, size, heads) for _ in range(2))
                 q, k = functional.qk_norm_rope(query, key, **how)
                 return q, k
     dtype = query.dtype
@@ -596,7 +681,8 @@ def project(
     streams = []
     for x, rope, (q, k, v), norms in sources:
         if text is None:
-            query, key, value = linears(x, modules[q], modules[k], modules[v])
+            config = context_parallel_of(call, module)
+            query, key, value = query_key_value(module, x, None, config=config)
             return [Stream(query, key, value, norms, rope)]
         if type(x) is QuantizedRows or are_fp8(modules[v]):
             query, key, value = linears(x, modules[q], modules[k], modules[v])
@@ -608,10 +694,11 @@ def project(
 
 
 def _joint_query_key_value(
-    call: Call, module: Any, streams: list[Stream], heads: int
+    call: Call, module: Any, streams: list[Stream], heads: int, config: Any
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
-    the kernel does not take one of them. Values computed here are stored in ``streams``."""
+    the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
+    context parallelism, or None."""
     first = streams[0].query
     how = []
     for stream in streams:
@@ -649,9 +736,14 @@ def _joint_query_key_value(
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None
     length = first.shape[1]
-    joint = first.new_empty((3, first.shape[0], length + streams[1].query.shape[1], first.shape[2]))
-    query, key, value = joint.unbind(0)
-    outs = joint[:, :, :length].unbind(0), joint[:, :, length:].unbind(0)
+    total, size = length + streams[1].query.shape[1], first.shape[2]
+    joint: Any
+    if config is None:
+        joint = first.new_empty((3, first.shape[0], total, size)).unbind(0)
+    else:
+        joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
+    query, key, value = joint
+    outs = [x[:, :length] for x in joint], [x[:, length:] for x in joint]
     for stream, (operand, options), out in zip(streams, how, outs):
         v: Any = stream.value
         if isinstance(v, tuple):
@@ -680,14 +772,19 @@ def attend_to_all(
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = streams[0].query.shape[2] // head_dim
     joint: Any = None
+    config = context_parallel_of(call, module)
     if len(streams) == 2 and (call.state is not None or may_write()):
-        joint = _joint_query_key_value(call, module, streams, heads)
+        joint = _joint_query_key_value(
+            call, module, streams, heads, config if joint_rope is None else None
+        )
     if joint is None:
         each = []
+        alone = config if len(streams) == 1 and joint_rope is None else None
         for stream in streams:
             query, key, _, norms, rope = stream
             how = (query, key, rope, rotate, "per_head", heads)
-            each.append((*norm_and_rotate(call, module, norms, *how), stream.value_tensor()))
+            q, k = norm_and_rotate(call, module, norms, *how, config=alone)
+            each.append((q, k, stream.value_tensor()))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint
     if joint_rope is not None:

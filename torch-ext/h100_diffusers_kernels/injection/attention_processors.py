@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -38,22 +39,27 @@ from ..conditions import (
 )
 from .attention import (
     CHOSEN,
-    DISPATCH,
     GRADIENT,
     NOT_WANTED,
-    SDPA,
     attend,
     head_dim_of,
-    is_native,
-    key_bias_of,
     project_out,
     query_key_value,
     why_not_dtype,
     why_not_head_dim,
 )
+from .attention_backend import (
+    DISPATCH,
+    SDPA,
+    dispatched,
+    is_native,
+    key_bias_of,
+    run_own_in_parallel,
+)
 from .checks import KnownFunction, is_plain
+from .context_parallel import config_of
 from .linears import DROPOUT, plain_weights
-from .patch import Call, Injection, PatchSpec, bare_stand_in
+from .patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
 from .report import OWN_ATTENTION
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
@@ -86,6 +92,9 @@ def dispatch_attention_fn(
 ) -> Any:
     """Replaces diffusers' function of this name: query, key and value are (B, S, H, d)."""
     options = (dropout_p, is_causal, scale, enable_gqa)
+    parallel_config = more.get("parallel_config")
+    if config_of(parallel_config) is not None and not attention_kwargs:
+        return dispatched(query, key, value, attn_mask, *options, False, parallel_config)
     if not attention_kwargs and not any(more.values()):
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
@@ -340,6 +349,12 @@ class ProcessorSpec(PatchSpec):
     """
 
     dispatches: bool = False
+
+    def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+        run = partial(super().run_own, stand_in, own, module, args, kwargs)
+        processor = module.processor
+        is_split = getattr(processor, "_parallel_config", None) is not None
+        return run_own_in_parallel(run, module, stand_in.injection.model()) if is_split else run()
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         return None if injection.options["attention"] else NOT_WANTED

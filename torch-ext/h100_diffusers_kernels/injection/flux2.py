@@ -25,6 +25,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attention_weights,
+    context_parallel_of,
     forward_with_tables,
     inputs_taken,
     norm_and_rotate,
@@ -159,7 +160,8 @@ def _parallel_attention_forward(
     heads = query.shape[2] // self.head_dim
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    norms, config = ("norm_q", "norm_k"), context_parallel_of(call, self)
+    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     operands = query, key, value, attention_mask
     activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
     is_branch = type(hidden_states) is QuantizedRows
@@ -178,7 +180,7 @@ def _parallel_attention_forward(
             functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
             product = linear_of_concat(call, to_out, out, columns)
             return product if is_branch else computed(product)
-        size = query.shape[2]
+        size = heads * self.head_dim
         both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
         place = both[..., :size]
         out = attend(call, self, *operands, heads=heads, out=place)

@@ -24,6 +24,7 @@ from .attention import (
     attend_jointly,
     attend_to_all,
     concat_streams,
+    context_parallel_of,
     inputs_taken,
     key_lengths_of,
     project,
@@ -39,6 +40,7 @@ from .blocks import (
     feed_forwards,
     finish,
 )
+from .context_parallel import mask_of_rank
 from .linears import linear_and_gelu, linear_of_concat
 from .patch import Call
 
@@ -115,7 +117,10 @@ def _attention_forward(
     if mask is not None:
         if masks_text:
             mask = call.shared(f"mask {length}", mask, partial(_mask_of_all, count=length))
-        if is_prefix:
+        config = context_parallel_of(call, self)
+        if config is not None:
+            mask = mask_of_rank(config, mask, length, c.shape[1])
+        elif is_prefix:
             options = key_lengths_of(call, mask, x.shape[0], length + c.shape[1])
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
@@ -164,5 +169,6 @@ def joint_attention(processor: str, **how: Any) -> AttentionSpec:
         partial(_attention_forward, **how),
         "qk_norm_rope",
         processor=processor,
+        splits_masks=False,
         **ROTATED_ATTENTION,
     )

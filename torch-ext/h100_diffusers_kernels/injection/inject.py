@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -281,13 +282,11 @@ def _plan(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with {before}, "
             f"got {now}: call eject_kernels first"
         )
-    injection = Injection(name, options)
+    injection = Injection(name, options, weakref.ref(model))
     report = injection.report
     stand_ins: list[StandIn] = []
     plan = _Plan(model, injection, stand_ins, [])
     reason = why_unsupported()
-    if getattr(model, "_parallel_config", None) is not None:
-        reason = "parallelism is on: each rank holds a part of the tokens only"
     if reason is not None:
         report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL

@@ -266,11 +266,20 @@ def can_write_linear(layer: Any, x: Tensor) -> bool:
 
 
 def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
-    """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous."""
+    """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous, or to
+    (B, S, C, H / C, d) with a product for each of the C chunks of heads."""
     product: Any = torch.nn.functional.linear
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    for sample, place in zip(x.unbind(0), out.unbind(0)):
-        product(sample, weight, bias, out=place)
+    if out.dim() == 3:
+        for sample, place in zip(x.unbind(0), out.unbind(0)):
+            product(sample, weight, bias, out=place)
+        return
+    count = out.shape[2]
+    weights = weight.chunk(count)
+    biases = [None] * count if bias is None else bias.chunk(count)
+    for sample, places in zip(x.unbind(0), out.unbind(0)):
+        for place, *parameters in zip(places.flatten(2).unbind(1), weights, biases):
+            product(sample, *parameters, out=place)
 
 
 def feed_forward(module: Any, x: Any) -> Tensor:

@@ -26,6 +26,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attn1_weights,
+    context_parallel_of,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -94,9 +95,11 @@ def _attention_forward(
         return NotImplemented
     if not inputs_taken(x):
         return call.refuse(x)
-    query, key, value = query_key_value(self, x, c)
+    config = context_parallel_of(call, self)
+    query, key, value = query_key_value(self, x, c, config=config)
     how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    norms = ("norm_q", "norm_k")
+    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])

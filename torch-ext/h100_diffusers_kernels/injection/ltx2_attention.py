@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..conditions import kernels_run_on, tracks_derivatives
@@ -20,6 +21,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attention_weights,
+    context_parallel_of,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -28,7 +30,7 @@ from .attention import (
 from .cache import cached
 from .linears import linear
 from .patch import Call, PatchSpec, is_wrapped
-from .rotary import CoordinateTables
+from .rotary import CoordinateTables, part_of_tables
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
@@ -78,13 +80,20 @@ def _attention_forward(
     if all_perturbed:
         out = linear(modules["to_v"], x if c is None else c)
     else:
-        query, key, value = query_key_value(self, x, c)
+        config = context_parallel_of(call, self) if perturbation_mask is None else None
+        query, key, value = query_key_value(self, x, c, config=config)
         is_split = self.rope_type == "split"
+        rotate = call.stand_in.functions[2 if is_split else 1].function
+        ropes = (query_rotary_emb, key_rotary_emb)
+        if config is not None:
+            of_key = x if c is None else c
+            ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
         query, key = norm_and_rotate(
-            *(call, self, ("norm_q", "norm_k"), query, key, query_rotary_emb),
-            *(call.stand_in.functions[2 if is_split else 1].function, "across_heads", self.heads),
+            *(call, self, ("norm_q", "norm_k"), query, key, ropes[0]),
+            *(rotate, "across_heads", self.heads),
             layout="half" if is_split else "interleaved",
-            key_rope=key_rotary_emb,
+            key_rope=ropes[1],
+            config=config,
         )
 
         def expand_mask(mask: Tensor) -> Tensor:
@@ -100,6 +109,23 @@ def _attention_forward(
     if gate is not None:
         out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
     return project_out(self, out)
+
+
+def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
+    """The rotary embedding of this rank's tokens x. diffusers splits one of the model's, of one form only."""
+    if rope is None:
+        return rope
+    coordinates = rope.rope.coordinates if getattr(rope, "rope", None) is not None else None
+    length = rope[0].shape[-2] if coordinates is None else coordinates.shape[1]
+    if length == x.shape[1]:
+        return rope
+    group = config._flattened_mesh.get_group()
+    which = dist.get_rank(group), dist.get_world_size(group)
+
+    def part(rope: Any) -> Any:
+        return rope.part(*which) if coordinates is not None else part_of_tables(rope, *which)
+
+    return call.shared(f"rope of rank {x.shape[1]} {id(rope)}", rope, part)
 
 
 def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:

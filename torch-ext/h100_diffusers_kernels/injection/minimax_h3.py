@@ -23,6 +23,7 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
+    context_parallel_of,
     image_weights,
     inputs_taken,
     norm_and_rotate,
@@ -133,7 +134,8 @@ def _attention_forward(
     if self.fused_projections:
         query, key, value = linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
     else:
-        query, key, value = query_key_value(self, x, None)
+        config = context_parallel_of(call, self)
+        query, key, value = query_key_value(self, x, None, config=config)
     operands = (call, self, ("norm_q", "norm_k"), query, key, rotary_emb, _rotated(call))
     if rotary_emb is None:
         query, key = norm_and_rotate(*operands, "per_head", heads)

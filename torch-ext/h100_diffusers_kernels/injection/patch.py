@@ -85,6 +85,10 @@ class PatchSpec:
         cls = find_class(self.path)
         return cls is not None and isinstance(module, cls)
 
+    def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the class's own forward, which does not know ``QuantizedRows``."""
+        return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
+
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         """Why the module gets no stand-in."""
         return None
@@ -118,14 +122,16 @@ class Injection:
 
     Attributes:
         options: the options of ``inject_kernels``.
+        model: a weak reference to the model.
         report: replaced modules, and modules left alone, by their names in the model.
         is_over: whether the kernels were ejected. Users' wrappers may still hold stand-ins.
         local: ``local.state`` is the ``ForwardState`` of this thread's current forward of the model, or None.
         modules: the modules whose forwards were replaced.
     """
 
-    def __init__(self, model_name: str, options: dict[str, Any]) -> None:
+    def __init__(self, model_name: str, options: dict[str, Any], model: weakref.ref) -> None:
         self.options = options
+        self.model = model
         self.report = InjectionReport(model_name=model_name)
         self.is_over = False
         self.local = _Local()
@@ -133,7 +139,9 @@ class Injection:
 
     def __deepcopy__(self, memo: dict) -> Injection:
         """The injection of the model's copy."""
-        duplicate = memo[id(self)] = Injection(self.report.model_name, self.options)
+        copied = memo.get(id(self.model()))
+        model = self.model if copied is None else weakref.ref(copied)
+        duplicate = memo[id(self)] = Injection(self.report.model_name, self.options, model)
         duplicate.report = self.report.fresh()
         duplicate.is_over = self.is_over
         copies = (memo.get(id(reference())) for reference in self.modules)
@@ -265,9 +273,9 @@ class StandIn:
         if injection.is_over or own is None or type(module).forward is not own:
             if not injection.is_over:
                 Call(self, None).fall_back(UNKNOWN_FORWARD)
-            return _with_tensors(type(module).forward, module, args, kwargs)
+            return spec.run_own(self, type(module).forward, module, args, kwargs)
         if spec.left_to_compiler and torch.compiler.is_compiling():
-            return _with_tensors(own, module, args, kwargs)
+            return spec.run_own(self, own, module, args, kwargs)
         is_traced, reason = torch.compiler.is_dynamo_compiling(), None
         call = Call(self, None if is_traced else injection.local.state)
         if not is_traced and (
@@ -285,10 +293,10 @@ class StandIn:
             call.fall_back(reason)
             if call.state is not None:
                 call.state.shared.clear()  # its parts may write to what it was made from
-            return _with_tensors(own, module, args, kwargs)
+            return spec.run_own(self, own, module, args, kwargs)
         result = spec.forward(module, call, *args, **kwargs)
         if result is NotImplemented:
-            return _with_tensors(own, module, args, kwargs)
+            return spec.run_own(self, own, module, args, kwargs)
         if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result
@@ -317,11 +325,6 @@ class StandIn:
 
 
 STAND_INS.add(StandIn)
-
-
-def _with_tensors(own: Callable, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The class's own forward, which does not know ``QuantizedRows``."""
-    return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
 
 
 def _itself(module: nn.Module) -> nn.Module:

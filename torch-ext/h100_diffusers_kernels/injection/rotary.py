@@ -45,6 +45,14 @@ class CoordinateTables(Sequence):
             self._tables, self.rope = (cos, sin), None
         return self._tables
 
+    def part(self, index: int, count: int) -> Any:
+        """The pair of the ``index``-th of ``count`` parts of the tokens."""
+        if self.rope is None:
+            return part_of_tables(self.tables(), index, count)
+        coordinates = self.rope.coordinates.tensor_split(count, dim=1)[index]
+        rope = CoordinateRope(coordinates, self.rope.frequencies)
+        return CoordinateTables(rope, self._batch, self._dim, self.heads)
+
     def __len__(self) -> int:
         return 2
 
@@ -57,6 +65,11 @@ class CoordinateTables(Sequence):
     def __reduce__(self) -> tuple:
         """Copies and pickles the pair."""
         return tuple, (self.tables(),)
+
+
+def part_of_tables(tables: Sequence[Tensor], index: int, count: int) -> tuple[Tensor, ...]:
+    """The ``index``-th of ``count`` parts of tables (..., S, d)."""
+    return tuple(table.tensor_split(count, dim=-2)[index] for table in tables)
 
 
 def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:

@@ -27,6 +27,7 @@ from .attention import (
     attend,
     attention_weights,
     attn1_weights,
+    context_parallel_of,
     inputs_taken,
     norm_and_rotate,
     project_out,
@@ -143,11 +144,15 @@ def _attention_forward(
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
     is_fused, modules = self.fused_projections, self._modules
-    project = call.stand_in.functions[-1].function if is_fused else query_key_value
-    query, key, value = project(self, as_tensor(x) if is_fused else x, c)
+    config = context_parallel_of(call, self)
+    if is_fused:
+        query, key, value = call.stand_in.functions[-1].function(self, as_tensor(x), c)
+    else:
+        query, key, value = query_key_value(self, x, c, config=config)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
     how = (tables, _rotated, "across_heads", self.heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    norms = ("norm_q", "norm_k")
+    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not context_is_parallel:
         options["parallel_config"] = None  # each rank has all of the text

@@ -25,6 +25,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attention_weights,
+    context_parallel_of,
     gated_feed_forward_weights,
     inputs_taken,
     key_lengths_of,
@@ -151,10 +152,12 @@ def _attention_forward(
         return NotImplemented
     if not inputs_taken(x):
         return call.refuse(x)
-    query, key, value = query_key_value(self, x, None)
+    config = context_parallel_of(call, self)
+    query, key, value = query_key_value(self, x, None, config=config)
     tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
     how = (tables, _rotated, "per_head", self.heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    norms = ("norm_q", "norm_k")
+    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if mask is not None:
         if mask.dim() == 2:

@@ -1,0 +1,161 @@
+"""The package's attention as a backend of diffusers: chosen for a model, without an injection."""
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+
+from checks import relative_distance
+from families import FAMILIES, KERNEL_HEADS, run
+from ltx_models import kernel_calls
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def backend(kernel):
+    return kernel.register_attention_backend()
+
+
+@pytest.fixture(autouse=True)
+def _as_before(kernel, monkeypatch):
+    """``set_attention_backend`` also chooses for all models."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+    sys.modules[f"{kernel.__name__}.injection.attention_backend"]._logged.clear()
+
+
+def qkv(device, dtype=BF16, queries=40, keys=24, heads=4, key_heads=4, head_dim=64):
+    shapes = (queries, heads), (keys, key_heads), (keys, key_heads)
+    return [torch.randn(2, *shape, head_dim, device=device).to(dtype) for shape in shapes]
+
+
+def assert_attention(given, q, k, v, mask=None, **options):
+    """Against PyTorch's attention in float64."""
+    exact = [x.double().transpose(1, 2) for x in (q, k, v)]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.double()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(*exact, attn_mask=mask, **options).transpose(1, 2)
+    assert relative_distance(given.double(), expected) < (
+        1e-5 if q.dtype == torch.float32 else 0.01
+    )
+
+
+def dispatch(q, k, v, mask=None, **options):
+    return attention_dispatch.dispatch_attention_fn(
+        q, k, v, attn_mask=mask, backend="h100", **options
+    )
+
+
+def masks(device):
+    valid = torch.arange(24, device=device) < torch.tensor([[24], [9]], device=device)
+    bias = torch.randn(2, 1, 1, 24, device=device)
+    return {
+        "none": (None, None),
+        "a row a sample": (valid, valid[:, None, None]),
+        "booleans": (valid[:, None, None], valid[:, None, None]),
+        "bias": (bias.bfloat16(), bias.bfloat16()),
+        "for all queries": (valid[:, None, None].expand(2, 4, 40, 24),) * 2,
+    }
+
+
+@pytest.mark.parametrize("name", masks("cpu"))
+def test_values(backend, device, name):
+    q, k, v = qkv(device)
+    mask, full = masks(device)[name]
+    calls = kernel_calls(lambda: assert_attention(dispatch(q, k, v, mask), q, k, v, full))
+    assert calls["attention"] == 1
+    assert_attention(dispatch(q, k, v, mask, scale=0.3), q, k, v, full, scale=0.3)
+
+
+def test_grouped_queries(backend, device):
+    q, k, v = qkv(device, key_heads=2)
+    given = dispatch(q, k, v, enable_gqa=True)
+    assert_attention(given, q, k, v, enable_gqa=True)
+
+
+def test_what_pytorch_computes(backend, device, caplog):
+    """Right values, and one line of log for each reason."""
+    caplog.set_level(logging.WARNING, logger="h100_diffusers_kernels")
+    q, k, v = qkv(device)
+    by_query = torch.rand(2, 1, 40, 24, device=device) < 0.7
+    for _ in range(2):
+        assert_attention(dispatch(q, k, v, by_query), q, k, v, by_query)
+        assert_attention(dispatch(q, k, v, is_causal=True), q, k, v, is_causal=True)
+        exact = [x.float() for x in (q, k, v)]
+        assert_attention(dispatch(*exact), *exact)
+    messages = [r.getMessage() for r in caplog.records if r.name == "h100_diffusers_kernels"]
+    assert len(messages) == 3 and all("runs PyTorch's attention" in text for text in messages)
+    leaf = q.float().requires_grad_()
+    dispatch(leaf.to(BF16), k, v).float().square().sum().backward()
+    other = q.float().requires_grad_()
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa(*[x.transpose(1, 2) for x in (other.to(BF16), k, v)]).float().square().sum().backward()
+    assert relative_distance(leaf.grad, other.grad) < 0.05
+
+
+def test_log_sum_exp(backend, device):
+    q, k, v = qkv(device)
+    out, lse = dispatch(q, k, v, attention_kwargs={"return_lse": True})
+    assert_attention(out, q, k, v)
+    scores = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) / 8
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
+    by_query = torch.rand(2, 1, 40, 24, device=device) < 0.7
+    with pytest.raises(ValueError, match="no return_lse: its mask differs"):
+        dispatch(q, k, v, by_query, attention_kwargs={"return_lse": True})
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "qwenimage", "ltx", "z_image"])
+def test_models(kernel, backend, device, name):
+    """The backend alone, by ``set_attention_backend`` and for a block of code, and with the injection."""
+    family = FAMILIES[name]
+    model = family.model(device, BF16, **KERNEL_HEADS)
+    arguments = family.inputs(device, BF16, seed=2)
+    expected = run(model, arguments)
+    before = copy.deepcopy(model)
+    model.set_attention_backend(backend)
+    attentions = kernel_calls(run, model, arguments)["attention"]
+    assert attentions and relative_distance(run(model, arguments), expected) < 0.02
+    with attention_dispatch.attention_backend(backend):
+        assert kernel_calls(run, before, arguments)["attention"] == attentions
+    report = kernel.inject_kernels(model)
+    assert relative_distance(run(model, arguments), expected) < 0.02
+    calls = kernel_calls(run, model, arguments)
+    # diffusers repeats LTX-Video's mask for the heads, which the backend cannot see.
+    on_kernels = sum(calls.get(name, 0) for name in ("attention", "attention_out"))
+    assert on_kernels == attentions or (name == "ltx" and on_kernels == 2 * attentions)
+    assert not any(entry.own_attention for entry in report.calls)
+    kernel.eject_kernels(model)
+    model.set_attention_backend("native")
+    assert torch.equal(run(model, arguments), expected)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled(backend, device):
+    model = FAMILIES["flux"].model(device, BF16, **KERNEL_HEADS)
+    arguments = FAMILIES["flux"].inputs(device, BF16, seed=2)
+    expected = run(model, arguments)
+    model.set_attention_backend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert relative_distance(run(compiled, arguments), expected) < 0.02
+
+
+def test_registered_once(kernel):
+    names = attention_dispatch.AttentionBackendName
+    assert kernel.register_attention_backend() == kernel.register_attention_backend() == "h100"
+    assert [name.value for name in names].count("h100") == 1
+    assert names("h100") is names["H100"] is names.H100 and names.H100 == "h100"
+    assert copy.deepcopy(names.H100) is names.H100
+
+
+def test_diffusers_is_missing_or_different(kernel, monkeypatch):
+    monkeypatch.delattr(attention_dispatch, "_AttentionBackendRegistry")
+    with pytest.raises(RuntimeError, match="no known registry of attention backends"):
+        kernel.register_attention_backend()
+    monkeypatch.delitem(sys.modules, "diffusers.models.attention_dispatch")
+    with pytest.raises(RuntimeError, match="diffusers must be imported first"):
+        kernel.register_attention_backend()

@@ -1,0 +1,162 @@
+"""Random sequences of user actions on a model whose tokens ranks share, against a model in one process."""
+
+import random
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import adapters
+from families import run
+from ranks import run_ranks
+from test_context_parallel import (
+    BOTH,
+    INPUTS,
+    RING,
+    RING_4,
+    ULYSSES,
+    ULYSSES_4,
+    UNEVEN,
+    UNEVEN_RING,
+    inputs_of,
+    model_of,
+    parallelize,
+    prepare_rank,
+    relative_distance,
+)
+
+MODES = {2: (ULYSSES, RING, UNEVEN, UNEVEN_RING), 4: (ULYSSES_4, RING_4, BOTH)}
+NAMES = ("flux", "wan", "qwenimage", "ltx", "sd3", "cogvideox", "hunyuan_video", "z_image")
+# The own code of these cannot run on tokens that ranks share, nor can that of LTX with a mask.
+INJECTED_ONLY = ("sd3", "cogvideox", "hunyuan_video", "ltx")
+
+
+class Sequence:
+    """A model and its twin in one process, which get the same actions."""
+
+    def __init__(self, kernel, rank, seed, ranks):
+        self.kernel, self.rank, self.random = kernel, rank, random.Random(seed)
+        self.name = self.random.choice(NAMES)
+        self.how = self.random.choice(MODES[ranks])
+        self.family, self.model, self.plain = model_of(self.name)
+        self.is_parallel = self.is_injected = self.has_backend = False
+        self.handles, self.done = [], []
+
+    def actions(self):
+        yield self.toggle
+        yield self.toggle
+        yield self.hook
+        yield self.hook_here
+        yield self.change_weight
+        if not self.is_parallel:
+            yield self.parallelize
+            yield self.parallelize
+            yield self.add_lora
+        if self.is_injected and self.name not in INJECTED_ONLY:
+            yield self.global_hook_here
+        if self.family.has_backends:
+            yield self.choose_backend
+        if self.handles:
+            yield self.unhook
+
+    def toggle(self):
+        if self.is_injected:
+            self.kernel.eject_kernels(self.model)
+        else:
+            self.kernel.inject_kernels(self.model, attention=self.random.random() < 0.8)
+        self.is_injected = not self.is_injected
+
+    def parallelize(self):
+        parallelize(self.kernel, self.model, self.how)
+        self.is_parallel = True
+
+    def part(self, model, kind):
+        return self.family.part(model, kind)
+
+    def hook(self):
+        """A hook that changes a result, on all ranks."""
+        kind = self.random.choice(("block", "attention", "linear"))
+
+        def change(module, args, output):
+            if isinstance(output, tuple):
+                return tuple(x * 1.25 for x in output)
+            return output * 1.25
+
+        for model in (self.model, self.plain):
+            self.handles.append(self.part(model, kind).register_forward_hook(change))
+
+    def hook_here(self):
+        """A hook that looks, on one rank."""
+        part = self.part(self.model, self.random.choice(("block", "attention", "linear")))
+        register = part.register_forward_hook
+        # All ranks have as many handles, so that they draw the same actions.
+        self.handles.append(register(lambda *_: None) if self.rank == 0 else None)
+
+    def global_hook_here(self):
+        register = nn.modules.module.register_module_forward_hook
+        self.handles.append(register(lambda *_: None) if self.rank == 0 else None)
+
+    def unhook(self):
+        for handle in self.handles:
+            if handle is not None:
+                handle.remove()
+        self.handles.clear()
+
+    def change_weight(self):
+        with torch.no_grad():
+            for model in (self.model, self.plain):
+                self.part(model, "linear").weight.mul_(1.5)
+
+    def add_lora(self):
+        seed = self.random.randrange(100)
+        for model in (self.model, self.plain):
+            adapters.add_lora(self.family, model, name=f"lora{len(self.done)}", seed=seed)
+
+    def choose_backend(self):
+        if self.has_backend:
+            self.model.reset_attention_backend()
+        else:
+            self.model.set_attention_backend(self.kernel.register_attention_backend())
+        self.has_backend = not self.has_backend
+
+    def forward(self):
+        options, seed = self.random.choice(INPUTS[self.name]), self.random.randrange(100)
+        runs_own = self.name not in INJECTED_ONLY and self.has_backend
+        if self.is_parallel and not self.is_injected and not runs_own:
+            return
+        arguments = inputs_of(self.family, torch.float32, options, seed)
+        error = relative_distance(run(self.model, arguments), run(self.plain, arguments))
+        assert error < 1e-5, error
+
+    def run(self, steps=8):
+        try:
+            for _ in range(steps):
+                act = self.random.choice(list(self.actions()))
+                self.done.append(act.__name__)
+                act()
+                self.forward()
+        finally:
+            self.unhook()
+
+
+def check_sequences(kernel, rank, ranks, seeds):
+    prepare_rank()
+    failures = []
+    for seed in seeds:
+        sequence = Sequence(kernel, rank, seed, ranks)
+        try:
+            sequence.run()
+        except Exception:
+            text = traceback.format_exc(limit=-3)
+            failures.append(f"{seed}, {sequence.name}, {sequence.how}, {sequence.done}\n{text}")
+            break  # the other ranks may be elsewhere
+    assert not failures, failures[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(40)), (4, range(12))])
+def test_random_sequences(device, tmp_path, ranks, seeds):
+    if device != "cpu":
+        pytest.skip("the ranks would need a GPU each")
+    run_ranks(check_sequences, ranks, tmp_path, ranks, seeds, timeout=600)
