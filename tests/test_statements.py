@@ -25,8 +25,8 @@ STATEMENTS = {
         "with masks that differ between queries or heads": (
             "test_injection_attention.py::test_other_masks_keep_the_models_attention"
         ),
-        "With diffusers' context parallelism injection declines": (
-            "test_injection_offloading.py::test_context_parallelism_is_declined"
+        "before or after the injection, tensor parallelism, FSDP2 and DDP": (
+            "test_context_parallel.py::test_some_families"
         ),
         "Two runs on the same inputs give the same bits": (
             "test_contracts.py::test_two_runs_give_the_same_bits"

@@ -1184,8 +1184,8 @@ def attention(
         A tensor of q's shape, contiguous, or ``out``. With ``return_lse`` ``(out, lse)``, where ``lse`` is
         ``(B, Sq, H)``, float32, contiguous.
 
-    With ``lse``, results for parts of the keys can be merged, for example those of several GPUs: the weight of
-    a part is ``exp(lse - total)``, where ``total`` is the logsumexp of the ``lse`` of all parts. With
+    With ``lse``, results for parts of the keys can be merged, for example those of several GPUs: the weight
+    of a part is ``exp(lse - total)``, where ``total`` is the logsumexp of the ``lse`` of all parts. With
     ``return_lse`` the backward needs memory for all scores in float32.
 
     On CUDA the softmax probabilities are rounded to 16 bits for the tensor cores. bfloat16 inputs with at

@@ -743,7 +743,7 @@ def _joint_query_key_value(
     else:
         joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
     query, key, value = joint
-    outs = [x[:, :length] for x in joint], [x[:, length:] for x in joint]
+    outs = tuple(x[:, :length] for x in joint), tuple(x[:, length:] for x in joint)
     for stream, (operand, options), out in zip(streams, how, outs):
         v: Any = stream.value
         if isinstance(v, tuple):

@@ -108,7 +108,7 @@ def register_attention_backend() -> str:
     if dispatch is None:
         raise RuntimeError("register_attention_backend: diffusers must be imported first")
     names = getattr(dispatch, "AttentionBackendName", None)
-    registry = getattr(dispatch, "_AttentionBackendRegistry", None)
+    registry: Any = getattr(dispatch, "_AttentionBackendRegistry", None)
     if names is None or not hasattr(registry, "register"):
         raise RuntimeError(
             "register_attention_backend: this diffusers has no known registry of attention backends"
@@ -142,7 +142,7 @@ def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bo
     Raises:
         RuntimeError: if it would attend to other tokens than these ranks do.
     """
-    processor = getattr(module, "processor", None)
+    processor: Any = getattr(module, "processor", None)
     if config_of(getattr(model, "_parallel_config", None)) is None:
         return run()
     if not (splits_masks and hasattr(processor, "_parallel_config")):

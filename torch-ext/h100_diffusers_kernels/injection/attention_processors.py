@@ -94,6 +94,13 @@ def dispatch_attention_fn(
     options = (dropout_p, is_causal, scale, enable_gqa)
     parallel_config = more.get("parallel_config")
     if config_of(parallel_config) is not None and not attention_kwargs:
+        current = None
+        if not torch.compiler.is_dynamo_compiling():
+            current = getattr(_thread, "current", None)
+        if current is not None:
+            current._ran = attention_takes(query, key, value)
+            if current.has_repeated(attn_mask):
+                attn_mask = attn_mask[:, :1]
         return dispatched(query, key, value, attn_mask, *options, False, parallel_config)
     if not attention_kwargs and not any(more.values()):
         mask = attn_mask

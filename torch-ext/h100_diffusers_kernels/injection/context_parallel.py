@@ -14,7 +14,7 @@ configuration, and the lengths of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +113,8 @@ def attend_in_parallel(
     else:
         query, key, value = (x.flatten(2, -2) if x.dim() == 5 else x for x in (query, key, value))
     if gathering is not None:
-        arriving = [_gather(x.transpose(0, 1), gathering) for x in (key, value)]
-        key, value = (x().transpose(0, 1) for x in arriving)
+        receive = [_gather(x.transpose(0, 1), gathering) for x in (key, value)]
+        key, value = (each().transpose(0, 1) for each in receive)
     if gathered_bias is not None:
         ranks = everyone._replace(lengths=key_lengths)
         bias = _gather(gathered_bias, ranks)().t().contiguous()
@@ -167,7 +167,7 @@ def _received(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
-def _all_to_all(x: Tensor, to: Sequence | None, of: Sequence | None, group: Any) -> Tensor:
+def _all_to_all(x: Tensor, to: list[int] | None, of: list[int] | None, group: Any) -> Tensor:
     """All-to-all of x's first dimension; ``to`` and ``of`` are received and sent sizes."""
     if is_differentiated(x):
         return funcol.all_to_all_single_autograd(x, to, of, group)
