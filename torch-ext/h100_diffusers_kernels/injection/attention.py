@@ -477,8 +477,8 @@ def query_key_value(
 
 
 def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
-    """``layer(x)`` in the memory of ``wire_empty``, if it can be written there."""
-    if are_fp8(layer) or not can_write_linear(layer, x):
+    """``layer(x)`` in the memory of ``wire_empty``, if matrix products can write it there without a copy."""
+    if x.shape[0] != 1 or are_fp8(layer) or not can_write_linear(layer, x):
         return linear(layer, x)
     value = wire_empty(config, x, layer._parameters["weight"].shape[0], heads)
     write_linear(layer, x, value)
@@ -719,6 +719,7 @@ def _joint_query_key_value(
         value = stream.value
         if not (
             isinstance(value, tuple)
+            and (config is None or first.shape[0] == 1)
             and can_write_linear(*value)
             and value[0]._parameters["weight"].shape[0] == first.shape[2]
         ):

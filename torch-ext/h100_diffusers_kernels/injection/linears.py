@@ -267,7 +267,7 @@ def can_write_linear(layer: Any, x: Tensor) -> bool:
 
 def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
     """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous, or to
-    (B, S, C, H / C, d) with a product for each of the C chunks of heads."""
+    (1, S, C, H / C, d) with a product for each of the C chunks of heads."""
     product: Any = torch.nn.functional.linear
     weight, bias = layer._parameters["weight"], layer._parameters["bias"]
     if out.dim() == 3:
@@ -277,9 +277,8 @@ def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
     count = out.shape[2]
     weights = weight.chunk(count)
     biases = [None] * count if bias is None else bias.chunk(count)
-    for sample, places in zip(x.unbind(0), out.unbind(0)):
-        for place, *parameters in zip(places.flatten(2).unbind(1), weights, biases):
-            product(sample, *parameters, out=place)
+    for place, *parameters in zip(out[0].flatten(2).unbind(1), weights, biases):
+        product(x[0], *parameters, out=place)
 
 
 def feed_forward(module: Any, x: Any) -> Tensor:
