@@ -15,7 +15,6 @@ from diffusers import ContextParallelConfig
 from diffusers.hooks import context_parallel
 from torch import nn
 
-import every_model
 from checks import relative_distance
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, run
@@ -289,6 +288,12 @@ def check_other_orders(kernel, rank):
             kernel.eject_kernels(model)
             errors.add(run(model, arguments), arguments)
             errors.check()
+        # diffusers' own attention, chosen by the user, on the values that the kernels wrote.
+        family, model, plain = model_of(family_name)
+        model.set_attention_backend("native")
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, ULYSSES)
+        assert relative_distance(run(model, arguments), run(plain, arguments)) < 2e-6
 
 
 @pytest.mark.slow
@@ -351,6 +356,8 @@ def test_gradients(tmp_path):
 
 
 def helios():
+    import every_model  # of the newest diffusers
+
     small = every_model.NEW["HeliosTransformer3DModel"]
     return small.model("cpu"), lambda seed: small.arguments("cpu", seed=seed)
 

@@ -14,7 +14,7 @@ import adapters
 import family_cogvideox
 import family_hunyuan
 from checks import relative_distance
-from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
+from families import FAMILIES, KERNEL_HEADS, assert_close, every_family, joined
 from family_relatives import (
     CONTROLNETS,
     COPIES_OF_WAN,
@@ -27,7 +27,9 @@ from family_relatives import (
     with_condition,
 )
 from family_z_image import control_inputs, controlnet_of_z_image
+from ranks import run_ranks
 from small_models import BY_NAME, run, to
+from test_context_parallel import RING, ULYSSES, inputs_of, model_of, parallelize, prepare_rank
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -167,6 +169,32 @@ def test_changed_layers(kernel, device, family, library):
     assert_close(run(model, arguments), expected)
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), expected)
+
+
+def check_context_parallelism(kernel, rank):
+    """The injection, and the attention backend alone."""
+    prepare_rank()
+    backend = kernel.register_attention_backend()
+    for name in ("flux", "wan", "ltx", "sd3", "z_image"):
+        for how in (ULYSSES, RING):
+            for is_injected in (True, False):
+                if not is_injected and name not in ("flux", "wan", "z_image"):
+                    continue  # their own code does not split attention, or masks
+                _, model, plain = model_of(name)
+                arguments = inputs_of(FAMILIES[name], torch.float32, {})
+                if is_injected:
+                    kernel.inject_kernels(model)
+                else:
+                    model.set_attention_backend(backend)
+                parallelize(kernel, model, how)
+                out, expected = run(model, arguments), run(plain, arguments)
+                assert relative_distance(joined(out), joined(expected)) < 2e-6, (name, how)
+
+
+def test_context_parallelism(device, tmp_path):
+    if device != "cpu":
+        pytest.skip("the ranks would need a GPU each")
+    run_ranks(check_context_parallelism, 2, tmp_path)
 
 
 def test_an_older_version_is_refused(kernel, device, monkeypatch):

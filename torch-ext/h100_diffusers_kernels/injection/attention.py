@@ -185,7 +185,7 @@ def why_not_dtype(module: nn.Module) -> str | None:
 
 
 def context_parallel_of(call: Call, module: Any) -> Any:
-    """The ``ContextParallelConfig`` of an attention, or None.
+    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend.
 
     diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
     or a rank would attend to its own tokens only.
@@ -193,7 +193,10 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     found = getattr(module.processor, "_parallel_config", call)
     if found is call:
         found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
-    return config_of(found)
+    config = config_of(found)
+    spec: Any = call.stand_in.spec
+    is_ours = config is not None and is_native(module.processor, _dispatches(spec))
+    return config if is_ours else None
 
 
 def _may_attend(call: Call, head_dim: int) -> bool:
@@ -238,7 +241,8 @@ def attend(
     """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
     query's shape.
 
-    Under context parallelism query, key and value may also be those of ``wire_empty``.
+    Under context parallelism query, key and value may also be those of ``wire_empty``, and the value a
+    function that computes it, while query and key are on their way to other ranks.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
@@ -250,10 +254,8 @@ def attend(
     spec: Any = call.stand_in.spec
     processor = module.processor
     is_free = is_native(processor, _dispatches(spec))
-    config = None
-    if "parallel_config" not in options:
-        config = context_parallel_of(call, module)
-    if config is not None and is_free:
+    config = None if "parallel_config" in options else context_parallel_of(call, module)
+    if config is not None:
         if is_unbiased is not None:
             raise ValueError(
                 "context parallelism: a mask for some queries only cannot be split between ranks"
@@ -333,19 +335,22 @@ def _attend_in_parallel(
     config: Any,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Any,
     masks: tuple[Any, Any, Any, Any],
     heads: int,
     out: Tensor | None,
 ) -> Tensor:
     """``attend`` to the keys of all ranks. ``masks``: its mask, ``expand_mask``, key lengths and bias."""
     head_dim = query.shape[-1] if query.dim() == 5 else query.shape[2] // heads
-    query, key, value = (
-        x if x.dim() == 5 else x.unflatten(2, (-1, head_dim)) for x in (query, key, value)
-    )
-    if key.dim() == 4 and key.shape[2] % config.ulysses_degree and key.shape[2] != heads:
-        repeats = heads // key.shape[2]
-        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+
+    def by_head(x: Any) -> Tensor:
+        x = x() if callable(x) else x
+        x = x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
+        if x.dim() == 4 and x.shape[2] % config.ulysses_degree and x.shape[2] != heads:
+            x = x.repeat_interleave(heads // x.shape[2], dim=2)
+        return x
+
+    query, key = by_head(query), by_head(key)
     bias = _bias_of_keys(call, key, *masks)
     may_use_kernel = _may_attend(call, head_dim)
 
@@ -359,6 +364,7 @@ def _attend_in_parallel(
         return sdpa_with_bias(q, k, v, bias, out)
 
     place = None if out is None else out.unflatten(2, (heads, head_dim))
+    value = partial(by_head, value)
     result = attend_in_parallel(config, query, key, value, bias, attention, place)
     return result.flatten(2, 3) if out is None else out
 
@@ -461,16 +467,16 @@ def query_key_value(
     context: Tensor | None,
     names: tuple[str, str, str] = _IMAGE[0],
     config: Any = None,
-) -> Sequence[Tensor]:
+) -> Sequence[Any]:
     """Query of x, and key and value of the context (default: x), by the linear layers with these names.
 
-    ``config``: the context parallelism of ``attend``, if it gets the value as it is.
+    ``config``: the context parallelism of ``attend``, if it gets the value as it is: a function then.
     """
     modules = module._modules
     q, k, v = names
     if context is None and config is not None and type(x) is not QuantizedRows:
         query, key = linears(x, modules[q], modules[k])
-        return [query, key, _value_on_wire(config, modules[v], x, module.heads)]
+        return [query, key, partial(_value_on_wire, config, modules[v], x, module.heads)]
     if context is None:
         return linears(x, modules[q], modules[k], modules[v])
     return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
@@ -649,7 +655,7 @@ _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 class Stream(NamedTuple):
     """One token stream: query, key and value, each (B, S, H * d); the names of the query and key norms; and
     the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
-    its layer and the layer's input."""
+    its layer and the layer's input, or a function."""
 
     query: Tensor
     key: Tensor
@@ -695,7 +701,7 @@ def project(
 
 def _joint_query_key_value(
     call: Call, module: Any, streams: list[Stream], heads: int, config: Any
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Any] | None:
     """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
     the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
     context parallelism, or None."""
@@ -745,15 +751,27 @@ def _joint_query_key_value(
         joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
     query, key, value = joint
     outs = tuple(x[:, :length] for x in joint), tuple(x[:, length:] for x in joint)
+    later: list[Any] = []
     for stream, (operand, options), out in zip(streams, how, outs):
         v: Any = stream.value
         if isinstance(v, tuple):
-            write_linear(v[0], v[1], out[2])
+            if config is None:
+                write_linear(v[0], v[1], out[2])
+            else:
+                later.append((v[0], v[1], out[2]))
             v, out = None, out[:2]
         functional.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
         )
-    return query, key, value
+    if not later:
+        return query, key, value
+
+    def written() -> Tensor:
+        for each in later:
+            write_linear(*each)
+        return value
+
+    return query, key, written
 
 
 def attend_to_all(

@@ -63,7 +63,7 @@ def attend_in_parallel(
     config: Any,
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | Callable[[], Tensor],
     bias: Tensor | None,
     attention: LocalAttention,
     out: Tensor | None = None,
@@ -72,7 +72,8 @@ def attend_in_parallel(
 
     Args:
         config: the ``ContextParallelConfig``, set up.
-        query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy.
+        query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy. The
+            value may be a function that computes it, while query and key are on their way.
         bias: (B, Sk) or of all ranks' keys, added to the scores; or None.
         attention: computes one attention.
         out: where to write the result, (B, Sq, H, d), or None.
@@ -102,30 +103,39 @@ def attend_in_parallel(
         gathering = _Ranks(config._ring_mesh.get_group(), None) if config.ring_degree > 1 else None
     else:
         exchanged, gathering = None, everyone._replace(lengths=key_lengths)
+    of_keys = everyone._replace(lengths=key_lengths)
+    receive_bias = None if gathered_bias is None else _gather(gathered_bias, of_keys)
     heads = math.prod(query.shape[2:-1])
     if exchanged is not None:
         of_keys = exchanged._replace(lengths=key_lengths)
-        arriving = [
-            _send_heads(config, x, ranks)
-            for x, ranks in ((query, exchanged), (key, of_keys), (value, of_keys))
-        ]
-        query, key, value = (_received(x).transpose(0, 1) for x in arriving)
-    else:
-        query, key, value = (x.flatten(2, -2) if x.dim() == 5 else x for x in (query, key, value))
+        receive_query = _send_heads(config, query, exchanged)
+        receive_key = _send_heads(config, key, of_keys)
+        receive_value = _send_heads(config, _computed(value), of_keys)
+        query, key, value = receive_query(), receive_key(), receive_value()
     if gathering is not None:
-        receive = [_gather(x.transpose(0, 1), gathering) for x in (key, value)]
-        key, value = (each().transpose(0, 1) for each in receive)
-    if gathered_bias is not None:
-        ranks = everyone._replace(lengths=key_lengths)
-        bias = _gather(gathered_bias, ranks)().t().contiguous()
+        receive_key = _gather(_tokens_first(key), gathering)
+        receive_value = _gather(_tokens_first(_computed(value)), gathering)
+        key, value = (receive().transpose(0, 1) for receive in (receive_key, receive_value))
+    if receive_bias is not None:
+        bias = receive_bias().t().contiguous()
     if exchanged is None:
-        return attention(query, key, value, bias, out)
+        query = query.flatten(2, -2) if query.dim() == 5 else query
+        return attention(query, key, _computed(value), bias, out)
     result = None
     if not is_differentiated(query, key, value):
         result = torch.empty_like(query.transpose(0, 1)).transpose(0, 1)
-    result = attention(query, key, value, bias, result)
+    result = attention(query, key, _computed(value), bias, result)
     result = _send_back(result, exchanged)[:, :, :heads]
     return result if out is None else out.copy_(result)
+
+
+def _computed(value: Tensor | Callable[[], Tensor]) -> Tensor:
+    return value() if callable(value) else value
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """(B, S, H, d) or (B, S, C, H / C, d) as (S, B, H, d)."""
+    return (x.flatten(2, -2) if x.dim() == 5 else x).transpose(0, 1)
 
 
 def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
@@ -167,15 +177,19 @@ def _received(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
-def _all_to_all(x: Tensor, to: list[int] | None, of: list[int] | None, group: Any) -> Tensor:
-    """All-to-all of x's first dimension; ``to`` and ``of`` are received and sent sizes."""
+_Sizes = tuple["list[int] | None", "list[int] | None"]
+
+
+def _all_to_all(x: Tensor, sizes: _Sizes, group: Any) -> Tensor:
+    """All-to-all of x's first dimension. ``sizes``: received and sent, or None for equal ones."""
     if is_differentiated(x):
-        return funcol.all_to_all_single_autograd(x, to, of, group)
-    return funcol.all_to_all_single(x, to, of, group)
+        return funcol.all_to_all_single_autograd(x, *sizes, group)
+    return funcol.all_to_all_single(x, *sizes, group)
 
 
-def _send_heads(config: Any, x: Tensor, ranks: _Ranks) -> Tensor:
-    """From (B, S of this rank, H, d) to (S of all ranks, B, H of this rank, d), on its way."""
+def _send_heads(config: Any, x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
+    """Sends x (B, S of this rank, H, d), and returns a function that waits for (B, S of all ranks, H of this
+    rank, d)."""
     size = ranks.size
     if x.dim() == 5 and x.shape[2] == 1:
         x = x.squeeze(2)
@@ -191,21 +205,21 @@ def _send_heads(config: Any, x: Tensor, ranks: _Ranks) -> Tensor:
         x = x.unflatten(2, (size, -1))
     length = x.shape[1]
     sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
-    if ranks.lengths is None:
-        return _all_to_all(sent, None, None, ranks.group)
-    return _all_to_all(sent, ranks.lengths, [length] * size, ranks.group)
+    sizes: _Sizes = (None, None)
+    if ranks.lengths is not None:
+        sizes = ranks.lengths, [length] * size
+    received = _all_to_all(sent, sizes, ranks.group)
+    return lambda: _received(received).transpose(0, 1)
 
 
 def _send_back(x: Tensor, ranks: _Ranks) -> Tensor:
     """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
     size = ranks.size
     sent = x.transpose(0, 1).contiguous()
-    if ranks.lengths is None:
-        received = _all_to_all(sent, None, None, ranks.group)
-    else:
-        own = ranks.lengths[dist.get_rank(ranks.group)]
-        received = _all_to_all(sent, [own] * size, ranks.lengths, ranks.group)
-    received = _received(received).unflatten(0, (size, -1))
+    sizes: _Sizes = (None, None)
+    if ranks.lengths is not None:
+        sizes = [ranks.lengths[dist.get_rank(ranks.group)]] * size, ranks.lengths
+    received = _received(_all_to_all(sent, sizes, ranks.group)).unflatten(0, (size, -1))
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 

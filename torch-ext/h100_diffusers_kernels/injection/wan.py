@@ -154,7 +154,7 @@ def _attention_forward(
     norms = ("norm_q", "norm_k")
     query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    if encoder_hidden_states is not None and not context_is_parallel:
+    if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
         options["parallel_config"] = None  # each rank has all of the text
     out = attend(call, self, query, key, value, attention_mask, **options)
     if image_tokens is not None:
@@ -166,6 +166,12 @@ def _attention_forward(
         key = apply_norm(call, self, "norm_added_k", key)
         out = attend(call, self, query, key, value, None, addend=out, **options)
     return project_out(self, out, x)
+
+
+def _splits_text(call: Call) -> bool:
+    """Whether diffusers' plan of context parallelism splits the text between ranks, as that of 0.36 does."""
+    plan = getattr(call.stand_in.injection.model(), "_cp_plan", None) or {}
+    return "encoder_hidden_states" in plan.get("blocks.*", ())
 
 
 def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
