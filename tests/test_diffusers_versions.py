@@ -14,7 +14,8 @@ import adapters
 import family_cogvideox
 import family_hunyuan
 from checks import relative_distance
-from families import FAMILIES, KERNEL_HEADS, assert_close, every_family, joined
+from families import FAMILIES, KERNEL_HEADS, assert_close, every_family
+from family import run as run_for_tuple
 from family_relatives import (
     CONTROLNETS,
     COPIES_OF_WAN,
@@ -187,8 +188,9 @@ def check_context_parallelism(kernel, rank):
                 else:
                     model.set_attention_backend(backend)
                 parallelize(kernel, model, how)
-                out, expected = run(model, arguments), run(plain, arguments)
-                assert relative_distance(joined(out), joined(expected)) < 2e-6, (name, how)
+                # Older hooks do not take the class of a model's results.
+                out, expected = (run_for_tuple(each, arguments) for each in (model, plain))
+                assert relative_distance(out, expected) < 2e-6, (name, how)
 
 
 def test_context_parallelism(device, tmp_path):
