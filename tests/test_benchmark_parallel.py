@@ -19,6 +19,7 @@ from ranks import run_ranks
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
+import bench_attention_lse
 import bench_parallel
 import timing
 from bench_parallel import Link, Mode, Ranks
@@ -27,6 +28,7 @@ import compare_results
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
+TABLES = ["parallel", "parallel_modelled", "parallel_copies", "attention_lse"]
 
 
 def check_entry(entry, degree):
@@ -293,9 +295,19 @@ def test_tables_of_modelled_ranks(tmp_path):
     assert rows_of(tmp_path, "parallel_copies")[1] == [WAN, "Ulysses 4", "", "", "12", "0.50 ms"]
 
 
-@pytest.mark.parametrize("name", ["parallel", "parallel_modelled", "parallel_copies"])
+@pytest.mark.parametrize("name", TABLES)
 def test_tables_without_results_say_how_to_measure(tmp_path, name):
     assert "Not measured yet: `" in rendered(tmp_path, name)
+
+
+def test_attention_with_lse(device, tmp_path):
+    options = ["--tiny", "--device", device, "--output"]
+    options.append(str(tmp_path / "attention_lse" / "only.json"))
+    CliRunner().invoke(bench_attention_lse.main, options, catch_exceptions=False)
+    (entry,) = load(tmp_path, "attention_lse")["attention_lse"]
+    times = [summary["median"] for summary in entry["microseconds"].values()]
+    assert entry["without_over_with"] == times[0] / times[1] > 0
+    assert rows_of(tmp_path, "attention_lse")[1][0] == "1×16×24×2×64"
 
 
 def test_results_are_compared():

@@ -258,6 +258,16 @@ def of_parallel(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
                     yield (name, other), Ratio(measured[key], combined(*spreads))
 
 
+def of_attention_lse(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["attention_lse"]:
+        spreads = [times["spread"] for times in entry["microseconds"].values()]
+        name = "x".join(map(str, entry["shape"]))
+        yield (
+            (f"attention {name}, return_lse", "without"),
+            Ratio(entry["without_over_with"], combined(*spreads)),
+        )
+
+
 def of_8bit_attention(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for inputs, errors in result["attention_8bit"].items():
         for step in set(errors) - {"bfloat16"}:
@@ -296,6 +306,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "fp8_layers": of_fp8_layers,
     "attention_8bit": of_8bit_attention,
     "parallel": of_parallel,
+    "attention_lse": of_attention_lse,
 }
 
 

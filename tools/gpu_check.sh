@@ -118,6 +118,7 @@ step_fp8_models() {
 # Modelled ranks on one GPU, then all GPUs if there are several.
 step_parallel() {
   local status=0 gpus
+  "$PYTHON" benchmarks/bench_attention_lse.py || status=1
   "$PYTHON" benchmarks/bench_parallel.py --modelled || status=1
   gpus=$(nvidia-smi --list-gpus | wc -l)
   if [ "$gpus" -gt 1 ]; then

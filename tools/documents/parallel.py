@@ -138,3 +138,19 @@ def parallel_copies(results: Path) -> str:
 
     headers = ["eager: copies", "their time", "injected: copies", "their time"]
     return rendered(results, MODELLED, headers, cells)
+
+
+@table
+def attention_lse(results: Path) -> str:
+    """Attention with return_lse and without."""
+    result = history.shown("attention_lse", results)
+    if result is None:
+        return "Not measured yet: `python benchmarks/bench_attention_lse.py` does."
+    rows = []
+    for entry in result["attention_lse"]:
+        medians = [summary["median"] for summary in entry["microseconds"].values()]
+        each = [milliseconds(median / 1000, 2) for median in medians]
+        ratio = f"{entry['without_over_with']:.3f}"
+        rows.append(["×".join(map(str, entry["shape"])), *each, ratio])
+    headers = ["batch × queries × keys × heads × head dim", "without", "with return_lse"]
+    return markdown(rows, [*headers, "without over with"]) + setup(result)
