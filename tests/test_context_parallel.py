@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.hooks import context_parallel
+from diffusers.models import attention_dispatch
 from torch import nn
 
 from checks import relative_distance
@@ -288,6 +289,11 @@ def check_other_orders(kernel, rank):
             kernel.eject_kernels(model)
             errors.add(run(model, arguments), arguments)
             errors.check()
+        if family_name == "flux":
+            q, mask = torch.randn(1, 4, 4, 16), torch.ones(1, 1, 1, 8, dtype=torch.bool)
+            how = {"backend": name, "parallel_config": model._parallel_config}
+            with pytest.raises(ValueError, match="must be of this rank's 4 keys, got one of 8"):
+                attention_dispatch.dispatch_attention_fn(q, q, q, attn_mask=mask, **how)
         # diffusers' own attention, chosen by the user, on the values that the kernels wrote.
         family, model, plain = model_of(family_name)
         model.set_attention_backend("native")

@@ -372,7 +372,7 @@ def _attend_in_parallel(
 def _bias_of_keys(
     call: Call, key: Tensor, mask: Any, expand_mask: Any, lengths: Any, bias: Any
 ) -> Tensor | None:
-    """The masks of ``attend`` as a bias (B, Sk) of this rank's keys, or of all."""
+    """The masks of ``attend`` as a bias (B, Sk)."""
     if bias is not None or (lengths is None and mask is None):
         return bias
     if lengths is not None:

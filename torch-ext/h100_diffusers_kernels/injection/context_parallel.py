@@ -74,7 +74,7 @@ def attend_in_parallel(
         config: the ``ContextParallelConfig``, set up.
         query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy. The
             value may be a function that computes it, while query and key are on their way.
-        bias: (B, Sk) or of all ranks' keys, added to the scores; or None.
+        bias: (B, Sk) of this rank's keys, added to the scores; or None.
         attention: computes one attention.
         out: where to write the result, (B, Sq, H, d), or None.
 
@@ -89,14 +89,10 @@ def attend_in_parallel(
         query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
     keys = sum(key_lengths) if key_lengths else key.shape[1] * everyone.size
     fewest_queries = min(query_lengths) if query_lengths else query.shape[1]
-    if bias is not None and bias.shape[1] == key.shape[1]:
-        gathered_bias = bias.float().t()
-    elif bias is None or bias.shape[1] == keys:
-        gathered_bias = None
-    else:
+    if bias is not None and bias.shape[1] != key.shape[1]:
         raise ValueError(
-            f"context parallelism: a mask must have this rank's {key.shape[1]} keys or all {keys}, "
-            f"got {bias.shape[1]}"
+            f"context parallelism: a mask must be of this rank's {key.shape[1]} keys, got one of "
+            f"{bias.shape[1]}"
         )
     if config.ulysses_degree > 1 and keys > fewest_queries:
         exchanged: Any = _Ranks(config._ulysses_mesh.get_group(), query_lengths)
@@ -104,7 +100,7 @@ def attend_in_parallel(
     else:
         exchanged, gathering = None, everyone._replace(lengths=key_lengths)
     of_keys = everyone._replace(lengths=key_lengths)
-    receive_bias = None if gathered_bias is None else _gather(gathered_bias, of_keys)
+    receive_bias = None if bias is None else _gather(bias.float().t(), of_keys)
     heads = math.prod(query.shape[2:-1])
     if exchanged is not None:
         of_keys = exchanged._replace(lengths=key_lengths)
