@@ -191,6 +191,8 @@ class Link:
             buffers.rotate()
         return buffers[-1]
 
+    all_gather_single = all_gather_tensor  # its name in later versions of Torch
+
     def all_gather(
         self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None
     ) -> None:
@@ -210,7 +212,7 @@ class Link:
             return collective
 
         modelled = {
-            funcol: ("all_to_all_single", "all_gather_tensor"),
+            funcol: ("all_to_all_single", "all_gather_tensor", "all_gather_single"),
             dist: ("all_gather",),
         }
         others = {
@@ -222,7 +224,7 @@ class Link:
         }
         with contextlib.ExitStack() as stack:
             for module, names in modelled.items():
-                for name in names:
+                for name in filter(functools.partial(hasattr, module), names):
                     stack.enter_context(mock.patch.object(module, name, getattr(self, name)))
             for module, names in others.items():
                 for name in names:

@@ -5,6 +5,7 @@ Each rank has the same model and inputs, and gets the whole result. The ranks co
 
 import contextlib
 import copy
+import functools
 import traceback
 
 import diffusers
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
+from diffusers.models.transformers import transformer_wan
 from torch import nn
 
+import fp8_models
 from checks import relative_distance
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, run
@@ -270,6 +273,28 @@ def test_own_code_that_would_be_wrong_raises(tmp_path):
 # Other orders, other users
 
 
+def check_replaced_dispatch(kernel):
+    """A user's own function gets diffusers' parallelism, and runs."""
+    given, original = [], transformer_wan.dispatch_attention_fn
+
+    @functools.wraps(original)
+    def dispatch(*args, parallel_config, **kwargs):
+        given.append(parallel_config)
+        return original(*args, parallel_config=parallel_config, **kwargs)
+
+    family, model, plain = model_of("wan")
+    kernel.inject_kernels(model)
+    parallelize(kernel, model, ULYSSES)
+    arguments = inputs_of(family, torch.float32, {})
+    expected = run(plain, arguments)
+    transformer_wan.dispatch_attention_fn = dispatch
+    try:
+        assert relative_distance(run(model, arguments), expected) < 2e-6
+    finally:
+        transformer_wan.dispatch_attention_fn = original
+    assert given == [model._parallel_config, None] * 2
+
+
 def check_other_orders(kernel, rank):
     prepare_rank()
     name = kernel.register_attention_backend()
@@ -294,6 +319,8 @@ def check_other_orders(kernel, rank):
             how = {"backend": name, "parallel_config": model._parallel_config}
             with pytest.raises(ValueError, match="must be of this rank's 4 keys, got one of 8"):
                 attention_dispatch.dispatch_attention_fn(q, q, q, attn_mask=mask, **how)
+        if family_name == "wan":
+            check_replaced_dispatch(kernel)
         # diffusers' own attention, chosen by the user, on the values that the kernels wrote.
         family, model, plain = model_of(family_name)
         model.set_attention_backend("native")
@@ -333,6 +360,30 @@ def check_graphs(kernel, rank):
 @pytest.mark.slow
 def test_parallelism_after_graphs(tmp_path):
     run_ranks(check_graphs, 2, tmp_path)
+
+
+def check_fp8(kernel, rank):
+    """Linear layers in FP8: products of query, key and value in one launch, quantized hand-over."""
+    prepare_rank()
+    for name in ("flux", "wan", "ltx", "flux2", "qwenimage"):
+        for how in (ULYSSES, RING):
+            family, model, plain = model_of(name, torch.bfloat16)
+            arguments = inputs_of(family, torch.bfloat16, {"mask": None} if name == "ltx" else {})
+            for each in (model, plain):
+                for path in family.block_lists:
+                    fp8_models.quantize(each.get_submodule(path))
+                report = kernel.inject_kernels(each)
+            expected = run(plain, arguments)
+            parallelize(kernel, model, how)
+            assert relative_distance(run(model, arguments), expected) < 0.03, (name, how)
+            left = [calls for calls in report.calls if calls.fell_back or calls.own_attention]
+            assert not left, left
+
+
+@pytest.mark.slow
+def test_fp8(tmp_path):
+    pytest.importorskip("torchao")
+    run_ranks(check_fp8, 2, tmp_path)
 
 
 def check_gradients(kernel, rank):

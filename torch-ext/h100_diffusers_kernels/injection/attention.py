@@ -185,7 +185,8 @@ def why_not_dtype(module: nn.Module) -> str | None:
 
 
 def context_parallel_of(call: Call, module: Any) -> Any:
-    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend.
+    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend or
+    replaced diffusers' dispatch.
 
     diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
     or a rank would attend to its own tokens only.
@@ -194,8 +195,14 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     if found is call:
         found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
     config = config_of(found)
+    if config is None:
+        return None
     spec: Any = call.stand_in.spec
-    is_ours = config is not None and is_native(module.processor, _dispatches(spec))
+    dispatches = _dispatches(spec)
+    is_replaced = (
+        dispatches and sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function
+    )
+    is_ours = is_native(module.processor, dispatches) and not is_replaced
     return config if is_ours else None
 
 
@@ -474,7 +481,7 @@ def query_key_value(
     """
     modules = module._modules
     q, k, v = names
-    if context is None and config is not None and type(x) is not QuantizedRows:
+    if context is None and config is not None and not are_fp8(modules[v]):
         query, key = linears(x, modules[q], modules[k])
         return [query, key, partial(_value_on_wire, config, modules[v], x, module.heads)]
     if context is None:
@@ -484,7 +491,7 @@ def query_key_value(
 
 def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
     """``layer(x)`` in the memory of ``wire_empty``, if matrix products can write it there without a copy."""
-    if x.shape[0] != 1 or are_fp8(layer) or not can_write_linear(layer, x):
+    if x.shape[0] != 1 or not can_write_linear(layer, x):
         return linear(layer, x)
     value = wire_empty(config, x, layer._parameters["weight"].shape[0], heads)
     write_linear(layer, x, value)

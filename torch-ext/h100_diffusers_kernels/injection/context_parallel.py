@@ -166,7 +166,7 @@ def _lengths_of_ranks(group: Any, device: torch.device, *lengths: int) -> list[l
     # A backend for CPU tensors saves waiting for the GPU.
     is_on_cpu = "cpu" in str(dist.get_backend(group))
     own = torch.tensor([lengths], device="cpu" if is_on_cpu else device)
-    return _received(funcol.all_gather_tensor(own, 0, group)).tolist()
+    return _received(_all_gather(own, group)).tolist()
 
 
 def _received(x: Tensor) -> Tensor:
@@ -181,6 +181,14 @@ def _all_to_all(x: Tensor, sizes: _Sizes, group: Any) -> Tensor:
     if is_differentiated(x):
         return funcol.all_to_all_single_autograd(x, *sizes, group)
     return funcol.all_to_all_single(x, *sizes, group)
+
+
+def _all_gather(x: Tensor, group: Any) -> Tensor:
+    """All-gather along x's first dimension."""
+    ending = "_autograd" if is_differentiated(x) else ""
+    renamed = getattr(funcol, f"all_gather_single{ending}", None)  # in later versions of Torch
+    gather = renamed or getattr(funcol, f"all_gather_tensor{ending}")
+    return gather(x, 0, group)
 
 
 def _send_heads(config: Any, x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
@@ -227,10 +235,7 @@ def _gather(x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
         x = torch.cat([x, padding])
     else:
         lengths = None
-    if is_differentiated(x):
-        gathered = funcol.all_gather_tensor_autograd(x, 0, ranks.group)
-    else:
-        gathered = funcol.all_gather_tensor(x, 0, ranks.group)
+    gathered = _all_gather(x, ranks.group)
 
     def receive() -> Tensor:
         received = _received(gathered)
