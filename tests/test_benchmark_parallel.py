@@ -68,7 +68,7 @@ def test_two_processes(kernel, tmp_path):
     assert (wan["model"], wan["degrees"], wan["tokens"]) == ("tiny Wan 2.1", [2], 48)
     check_entry(wan, 2)
     assert wan["modes"]["eager+ulysses2"]["distance_from_one_gpu"] < 0.02
-    assert 0 < wan["modes"]["injected+ulysses2"]["distance_from_one_gpu"] < 0.02
+    assert wan["modes"]["injected+ulysses2"]["distance_from_one_gpu"] < 0.02
     assert "distance_from_one_gpu" not in wan["modes"]["eager"]
     assert "eager+ulysses2" in ltx["failed"] and ltx["modes"]["eager"]["ms"]["samples"] == 2
     assert [row[:2] for row in rows_of(tmp_path, "parallel")][:2] == [
