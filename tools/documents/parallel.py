@@ -8,7 +8,16 @@ from pathlib import Path
 
 import history
 
-from .common import markdown, milliseconds, setup, size_name, table, times
+from .common import (
+    figure,
+    markdown,
+    milliseconds,
+    setup,
+    size_name,
+    span,
+    table,
+    times,
+)
 
 GPUS, MODELLED = "parallel", "parallel_modelled"
 COMMANDS = {
@@ -154,3 +163,11 @@ def attention_lse(results: Path) -> str:
         rows.append(["×".join(map(str, entry["shape"])), *each, ratio])
     headers = ["batch × queries × keys × heads × head dim", "without", "with return_lse"]
     return markdown(rows, [*headers, "without over with"]) + setup(result)
+
+
+@figure
+def parallel_over_one_gpu(results: Path) -> str:
+    """How many times as fast the injected models are on four GPUs, by Ulysses, as on one."""
+    measured = gathered(results, GPUS) or {"parallel": []}
+    modes = [entry["modes"].get("injected+ulysses4", {}) for entry in measured["parallel"]]
+    return span([mode["speedup"] for mode in modes if "speedup" in mode])
