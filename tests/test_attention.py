@@ -775,16 +775,30 @@ def test_lse_of_a_range_of_scores(kernel, device, queries, std, keys, head_dim, 
     check_attention(kernel, q * std, k, v, return_lse=True)
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 72])
-def test_lse_of_rescaled_and_recomputed_rows(kernel, device, head_dim):
-    """Peaked rows, and values beyond float16, whose tiles are computed twice."""
-    q, k, v = rows_with_peaks(1025, 600, head_dim, 60, device)
-    check_attention(kernel, q, k, v, contract=False, return_lse=True)
+def rescaled_and_recomputed_rows(head_dim, device):
+    """Peaked rows, then values beyond float16, whose tiles are computed twice."""
+    yield rows_with_peaks(1025, 600, head_dim, 60, device)
     q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
     v[:, :, 0] *= 1e-6
     v[:, 1, 1] *= 1e5
-    check_attention(kernel, q, k, v, return_lse=True)
+    yield q, k, v
+
+
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 72])
+def test_lse_of_rescaled_and_recomputed_rows(kernel, device, head_dim):
+    peaked, recomputed = rescaled_and_recomputed_rows(head_dim, device)
+    check_attention(kernel, *peaked, contract=False, return_lse=True)
+    check_attention(kernel, *recomputed, return_lse=True)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 72])
+def test_lse_alone(kernel, device, head_dim):
+    """Without the eager expression's products of 16 bits."""
+    for q, k, v in rescaled_and_recomputed_rows(head_dim, device):
+        _, lse = kernel.attention(q, k, v, return_lse=True)
+        _, expected = references.attention(q, k, v, return_lse=True)
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", attention_inputs.INPUTS)
