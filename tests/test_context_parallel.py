@@ -460,6 +460,23 @@ def test_other_models(tmp_path):
     run_ranks(check_other_models, 2, tmp_path)
 
 
+def check_own_plan(kernel, rank):
+    """Chroma by a plan like FLUX.1's. diffusers skips its processors."""
+    prepare_rank()
+    for how in (ULYSSES, RING):
+        family, model, plain = model_of("chroma")
+        kernel.inject_kernels(model)
+        plan = FAMILIES["flux"].model("cpu")._cp_plan
+        model.enable_parallelism(config=ContextParallelConfig(**how), cp_plan=plan)
+        arguments = inputs_of(family, torch.float32, {})
+        assert relative_distance(run(model, arguments), run(plain, arguments)) < 2e-6
+
+
+@pytest.mark.slow
+def test_plan_of_the_user(tmp_path):
+    run_ranks(check_own_plan, 2, tmp_path)
+
+
 def test_plans(kernel):
     """diffusers' own plan, ours, or an error; the tensors that a plan names exist."""
     for name, family in FAMILIES.items():
