@@ -111,10 +111,13 @@ def inject_kernels(
     Calls that the kernels do not cover fall back to the model's own code: under autocast, with mixed dtypes,
     within a function or dispatch mode, on a device without kernels. A fall-back is logged once for each class
     of modules and reason, and counted in the report's ``calls``. It raises RuntimeError if the environment
-    variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own in training, under
-    context parallelism, and if an attention backend has been chosen by ``model.set_attention_backend``,
-    ``attention_backend`` or ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (For the last two,
-    "native" is indistinguishable from no choice.) That is no fall-back: ``calls`` count it by itself.
+    variable ``H100_DIFFUSERS_KERNELS_STRICT`` is set to 1. Attention is the model's own in training, and if
+    an attention backend has been chosen by ``model.set_attention_backend``, ``attention_backend`` or
+    ``DIFFUSERS_ATTN_BACKEND``, before or after the injection. (For the last two, "native" is
+    indistinguishable from no choice.) That is no fall-back: ``calls`` count it by itself.
+
+    Context parallelism of diffusers may be enabled before or after. Attention then runs on the kernel, too,
+    with this package's own exchange between the ranks; see :func:`context_parallel_plan`.
 
     Args:
         pipe_or_model: a ``torch.nn.Module`` (a compiled or otherwise wrapped one included), or a pipeline
