@@ -280,6 +280,17 @@ def test_own_code_that_would_be_wrong_raises(tmp_path):
 # Other orders, other users
 
 
+def check_grouped_queries(rank, config, backend):
+    """Six heads that share two or three keys, by the backend."""
+    for key_heads in (2, 3):
+        q, k, v = (torch.randn(1, 8, count, 16) for count in (6, key_heads, key_heads))
+        how = {"enable_gqa": True, "backend": backend}
+        expected = attention_dispatch.dispatch_attention_fn(q, k, v, **how)
+        own = [x.chunk(2, dim=1)[rank] for x in (q, k, v, expected)]
+        out = attention_dispatch.dispatch_attention_fn(*own[:3], parallel_config=config, **how)
+        assert relative_distance(out, own[3]) < 2e-6
+
+
 def check_replaced_dispatch(kernel):
     """A user's own function gets diffusers' parallelism, and runs."""
     given, original = [], transformer_wan.dispatch_attention_fn
@@ -322,6 +333,7 @@ def check_other_orders(kernel, rank):
             errors.add(run(model, arguments), arguments)
             errors.check()
         if family_name == "flux":
+            check_grouped_queries(rank, model._parallel_config, name)
             q, mask = torch.randn(1, 4, 4, 16), torch.ones(1, 1, 1, 8, dtype=torch.bool)
             how = {"backend": name, "parallel_config": model._parallel_config}
             with pytest.raises(ValueError, match="must be of this rank's 4 keys, got one of 8"):

@@ -34,6 +34,7 @@ from .attention_backend import (
     is_native,
     key_bias_of,
     run_own_in_parallel,
+    sdpa_of_tokens,
     sdpa_with_bias,
 )
 from .checks import KnownFunction, class_name
@@ -290,10 +291,8 @@ def attend(
                     result = functional.attention(query, key, value, **how)
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
-        elif is_differentiated(query, key, value):
-            call.leave_attention(GRADIENT)
         else:
-            call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
+            _count_own(call, query, key, value)
     elif not is_free:
         call.leave_attention(CHOSEN)
     if mask is not None and expand_mask is not None:
@@ -314,10 +313,16 @@ def attend(
         dispatch = sys.modules[spec.library].dispatch_attention_fn
         result = dispatch(query, key, value, attn_mask=mask, **{**chosen, **options})
     else:
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        result = sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
+        result = sdpa_of_tokens(query, key, value, mask, **options)
     return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def _count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Counts an attention of tensors that the kernel does not take."""
+    if is_differentiated(query, key, value):
+        call.leave_attention(GRADIENT)
+    else:
+        call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
 
 
 def _unbiased_first(
@@ -352,10 +357,7 @@ def _attend_in_parallel(
 
     def by_head(x: Any) -> Tensor:
         x = x() if callable(x) else x
-        x = x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
-        if x.dim() == 4 and x.shape[2] % config.ulysses_degree and x.shape[2] != heads:
-            x = x.repeat_interleave(heads // x.shape[2], dim=2)
-        return x
+        return x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
 
     query, key = by_head(query), by_head(key)
     bias = _bias_of_keys(call, key, *masks)
@@ -364,10 +366,8 @@ def _attend_in_parallel(
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if may_use_kernel and attention_takes(q, k, v):
             return functional.attention(q, k, v, key_bias=bias, out=out)
-        if may_use_kernel and is_differentiated(q, k, v):
-            call.leave_attention(GRADIENT)
-        elif may_use_kernel:
-            call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(q.dtype)}")
+        if may_use_kernel:
+            _count_own(call, q, k, v)
         return sdpa_with_bias(q, k, v, bias, out)
 
     place = None if out is None else out.unflatten(2, (heads, head_dim))

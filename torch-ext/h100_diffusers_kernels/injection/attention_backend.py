@@ -6,11 +6,10 @@ a user asks for them. They stay for the process, because models may have chosen 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from .context_parallel import attend_in_parallel, config_of
 
 logger = logging.getLogger("h100_diffusers_kernels")
 DISPATCH_MODULE = "diffusers.models.attention_dispatch"
-BACKEND_NAME = "h100"  # of this package's attention (attention_backend.py)
+BACKEND_NAME = "h100"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
 NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
@@ -68,6 +67,15 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
+def sdpa_of_tokens(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """PyTorch's attention of (B, S, H, d)."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
+
+
 def sdpa_with_bias(
     query: Tensor,
     key: Tensor,
@@ -78,10 +86,8 @@ def sdpa_with_bias(
 ) -> Tensor:
     """PyTorch's attention of (B, S, H, d) with a bias (B, Sk) of the keys."""
     mask = None if bias is None else bias[:, None, None].to(query.dtype)
-    enable_gqa = query.shape[2] != key.shape[2]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    result = sdpa(query, key, value, mask, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+    how: Any = {"scale": scale, "enable_gqa": query.shape[2] != key.shape[2]}
+    result = sdpa_of_tokens(query, key, value, mask, **how)
     return result if out is None else out.copy_(result)
 
 
@@ -123,18 +129,6 @@ def register_attention_backend() -> str:
     return BACKEND_NAME
 
 
-@contextlib.contextmanager
-def chosen_for(processor: Any) -> Iterator[None]:
-    """Chooses the backend for a processor that has chosen none."""
-    processor._attention_backend = sys.modules[DISPATCH_MODULE].AttentionBackendName(
-        register_attention_backend()
-    )
-    try:
-        yield
-    finally:
-        processor._attention_backend = None
-
-
 def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bool = True) -> Any:
     """``run()``, the own code of an attention. Under context parallelism it runs on this package's attention,
     as on ranks that run the kernels.
@@ -150,10 +144,14 @@ def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bo
         raise RuntimeError(
             f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
         )
-    if processor._attention_backend is None and is_native(processor, True):
-        with chosen_for(processor):
-            return run()
-    return run()
+    if processor._attention_backend is not None or not is_native(processor, True):
+        return run()
+    names = sys.modules[DISPATCH_MODULE].AttentionBackendName
+    processor._attention_backend = names(register_attention_backend())
+    try:
+        return run()
+    finally:
+        processor._attention_backend = None
 
 
 def dispatched(
@@ -187,9 +185,6 @@ def dispatched(
     if config is not None and (reason is not None or return_lse):
         reason = reason or "return_lse is True"
         raise ValueError(f"attention of {BACKEND_NAME!r} cannot be split between ranks: {reason}")
-    if key.shape[2] != query.shape[2] and config is not None:
-        repeats = query.shape[2] // key.shape[2]
-        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if kernels_run_on(q) and attention_takes(q, k, v):
@@ -207,10 +202,8 @@ def dispatched(
     if reason is None:
         return attention(query, key, value, bias, None)
     _log(reason)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
     how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return sdpa(query, key, value, attn_mask=mask, **how).transpose(1, 2)
+    return sdpa_of_tokens(query, key, value, mask, **how)
 
 
 def _log(reason: str) -> None:

@@ -63,7 +63,7 @@ def attend_in_parallel(
     config: Any,
     query: Tensor,
     key: Tensor,
-    value: Tensor | Callable[[], Tensor],
+    value: Any,
     bias: Tensor | None,
     attention: LocalAttention,
     out: Tensor | None = None,
@@ -72,8 +72,9 @@ def attend_in_parallel(
 
     Args:
         config: the ``ContextParallelConfig``, set up.
-        query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy. The
-            value may be a function that computes it, while query and key are on their way.
+        query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy. Key
+            and value may have fewer heads. The value may be a function that computes it, while query and key
+            are on their way.
         bias: (B, Sk) of this rank's keys, added to the scores; or None.
         attention: computes one attention.
         out: where to write the result, (B, Sq, H, d), or None.
@@ -104,9 +105,9 @@ def attend_in_parallel(
     heads = math.prod(query.shape[2:-1])
     if exchanged is not None:
         of_keys = exchanged._replace(lengths=key_lengths)
-        receive_query = _send_heads(config, query, exchanged)
-        receive_key = _send_heads(config, key, of_keys)
-        receive_value = _send_heads(config, _computed(value), of_keys)
+        receive_query = _send_heads(config, query, exchanged, heads)
+        receive_key = _send_heads(config, key, of_keys, heads)
+        receive_value = _send_heads(config, _computed(value), of_keys, heads)
         query, key, value = receive_query(), receive_key(), receive_value()
     if gathering is not None:
         receive_key = _gather(_tokens_first(key), gathering)
@@ -116,11 +117,11 @@ def attend_in_parallel(
         bias = receive_bias().t().contiguous()
     if exchanged is None:
         query = query.flatten(2, -2) if query.dim() == 5 else query
-        return attention(query, key, _computed(value), bias, out)
+        return attention(query, key, value, bias, out)
     result = None
     if not is_differentiated(query, key, value):
         result = torch.empty_like(query.transpose(0, 1)).transpose(0, 1)
-    result = attention(query, key, _computed(value), bias, result)
+    result = attention(query, key, value, bias, result)
     result = _send_back(result, exchanged)[:, :, :heads]
     return result if out is None else out.copy_(result)
 
@@ -134,13 +135,19 @@ def _tokens_first(x: Tensor) -> Tensor:
     return (x.flatten(2, -2) if x.dim() == 5 else x).transpose(0, 1)
 
 
+def rank_and_size(config: Any) -> tuple[int, int]:
+    """This rank among those that share the tokens, and their number."""
+    group = config._flattened_mesh.get_group()
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
     """This rank's part of a mask (..., S) of all ranks' streams, one stream after the other. ``lengths``: of
     this rank's part of each stream."""
     if mask.shape[-1] == sum(lengths):
         return mask
     group = config._flattened_mesh.get_group()
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rank, size = rank_and_size(config)
     if _takes_any_length(config):
         of_ranks = _lengths_of_ranks(group, mask.device, *lengths)
     else:
@@ -191,13 +198,15 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
     return gather(x, 0, group)
 
 
-def _send_heads(config: Any, x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
+def _send_heads(config: Any, x: Tensor, ranks: _Ranks, query_heads: int) -> Callable[[], Tensor]:
     """Sends x (B, S of this rank, H, d), and returns a function that waits for (B, S of all ranks, H of this
-    rank, d)."""
+    rank, d). Fewer heads than the query's are repeated if ranks cannot share them."""
     size = ranks.size
     if x.dim() == 5 and x.shape[2] == 1:
         x = x.squeeze(2)
     if x.dim() == 4:
+        if x.shape[2] != query_heads and x.shape[2] % size:
+            x = x.repeat_interleave(query_heads // x.shape[2], dim=2)
         heads = x.shape[2]
         if heads % size:
             if not getattr(config, "ulysses_anything", False):

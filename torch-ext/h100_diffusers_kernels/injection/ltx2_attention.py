@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..conditions import kernels_run_on, tracks_derivatives
@@ -28,6 +27,7 @@ from .attention import (
     query_key_value,
 )
 from .cache import cached
+from .context_parallel import rank_and_size
 from .linears import linear
 from .patch import Call, PatchSpec, is_wrapped
 from .rotary import CoordinateTables, part_of_tables
@@ -112,15 +112,15 @@ def _attention_forward(
 
 
 def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
-    """The rotary embedding of this rank's tokens x. diffusers splits one of the model's, of one form only."""
+    """The rotary embedding of this rank's tokens x. The plan of diffusers splits only the video's tables for
+    self-attention, and only interleaved ones."""
     if rope is None:
         return rope
     coordinates = rope.rope.coordinates if getattr(rope, "rope", None) is not None else None
     length = rope[0].shape[-2] if coordinates is None else coordinates.shape[1]
     if length == x.shape[1]:
         return rope
-    group = config._flattened_mesh.get_group()
-    which = dist.get_rank(group), dist.get_world_size(group)
+    which = rank_and_size(config)
 
     def part(rope: Any) -> Any:
         return rope.part(*which) if coordinates is not None else part_of_tables(rope, *which)
