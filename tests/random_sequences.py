@@ -537,6 +537,11 @@ class Twins:
     def __init__(
         self, family, *, graphs=False, fp8=False, dtype="float32", device="cpu", seed=0, **config
     ):
+        self._exit = contextlib.ExitStack()
+        if gc.isenabled():
+            # No collection moves the sequence's objects, so all are in the youngest generation.
+            gc.disable()
+            self._exit.callback(gc.enable)
         self.kernel = conftest.load_kernel()
         self.family = MODELS[family]
         self.graphs = graphs
@@ -628,13 +633,9 @@ class Twins:
     # Global state is restored in any case
 
     def __enter__(self):
-        self._exit = contextlib.ExitStack()
         restore = self._exit.callback
         registry = attention_dispatch._AttentionBackendRegistry
         restore(setattr, registry, "_active_backend", registry._active_backend)
-        if gc.isenabled():
-            gc.disable()
-            restore(gc.enable)
         if self.fp8:
             self._exit.enter_context(fp8_models.eager_products())
         if self.graphs:
@@ -654,8 +655,8 @@ class Twins:
             handle.remove()
         for kept in (self.models, self.copied, self.outputs):
             kept.clear()
+        gc.collect(0)
         self._exit.close()
-        gc.collect()
 
     def has(self, path):
         """Whether there is a module at a path. An earlier action may have moved it."""
@@ -713,7 +714,7 @@ class Twins:
             self.counts.update(self.watch.check())
             if not self.copied:
                 if self.watch.captured:
-                    gc.collect()
+                    gc.collect(0)
                 if self.watch.captured:
                     raise Difference(f"{len(self.watch.captured)} graphs are alive")
 
@@ -1253,7 +1254,7 @@ class Twins:
             self.counts.update(self.watch.check())
         self.copied.clear()
         self.hooks.clear()
-        gc.collect()  # models that were copied, which frames of errors may hold
+        gc.collect(0)  # models that were copied, which frames of errors may hold
         weights = {name: weakref.ref(next(m.parameters())) for name, m in self.models.items()}
         self.models.clear()
         # A backward that raises leaves nodes in PyTorch's queue, with their parameters, until the next one.
