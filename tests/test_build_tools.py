@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from click.testing import CliRunner
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 import build_variant
+import check_abi
 from builder.package import Revision, tomllib
 from conftest import CHECKOUT
 from kernel_resources import Kernel
-from processes import TOOLS, run, run_python
+from processes import run, run_python
 
-BUILD_VARIANT = TOOLS / "build_variant.py"
 BINDING = "torch-ext/torch_binding.cpp"
 FLAGS = tomllib.loads((CHECKOUT / "build.toml").read_text())["torch"]["cxx-flags"]
 TINY = {
@@ -43,11 +42,23 @@ depends = ["torch"]
 cxx-flags = {FLAGS}
 src = ["src/twice.cpp", "src/twice.h"]
 """,
-    "src/twice.h": "constexpr float kFactor = 2;\nvoid twice(float* x, long count);\n",
+    "src/twice.h": """
+template <typename T>
+struct Factor {
+  static T value;
+};
+template <typename T>
+T Factor<T>::value = 2;
+inline long calls() {
+  static long count = 0;
+  return ++count;
+}
+void twice(float* x, long count);
+""",
     "src/twice.cpp": """
 #include "twice.h"
 void twice(float* x, long count) {
-  for (long i = 0; i < count; ++i) x[i] *= kFactor;
+  for (long i = 0; i < count; ++i) x[i] = x[i] * Factor<float>::value + calls();
 }
 """,
     "torch-ext/torch_binding.cpp": """
@@ -81,42 +92,30 @@ def twice_(x):
 }
 
 
-CLASHING = """
-template <typename T>
-struct Factor {
-  static T value;
-};
-template <typename T>
-T Factor<T>::value = 2;
-inline long calls() {
-  static long count = 0;
-  return ++count;
-}
-"""
+# A binding without operators compiles in no time.
+BARE = '#include "registration.h"\nREGISTER_EXTENSION(TORCH_EXTENSION_NAME)\n'
 
 
 class TinyPackage:
-    """A package with one operation, which builds in seconds."""
+    """A package that builds in seconds: with one operation, or with a binding without any."""
 
     def __init__(self, root: Path):
         self.root = root
 
     @classmethod
-    def write(cls, root: Path) -> "TinyPackage":
-        for path, text in TINY.items():
+    def write(cls, root: Path, **changes: str) -> "TinyPackage":
+        for path, text in (TINY | changes).items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
         return cls(root)
 
-    def build(self, *options) -> str:
-        command = (sys.executable, BUILD_VARIANT, "--root", self.root, "--backend", "cpu")
-        process = run(*command, *options)
-        return process.stdout + process.stderr if process.returncode else process.stdout
+    def invoke(self, *options):
+        arguments = ["--root", str(self.root), "--backend", "cpu", *options]
+        return CliRunner().invoke(build_variant.main, arguments)
 
     def failure(self) -> str:
         """Returns the one-sentence error of the build."""
-        arguments = ["--root", str(self.root), "--backend", "cpu"]
-        result = CliRunner().invoke(build_variant.main, arguments)
+        result = self.invoke()
         assert isinstance(result.exception, SystemExit) and result.exit_code == 1, result.exception
         (sentence,) = result.stderr.strip().splitlines()
         assert sentence.startswith("Error: ")
@@ -127,13 +126,11 @@ class TinyPackage:
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
 
-    def compiled(self, output: str) -> list:
-        return re.findall(r"\] C\+\+ (\S+)", output)
-
-    def commit(self):
+    def commit(self) -> str:
         identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-        for command in (("add", "-A"), (*identity, "commit", "-q", "-m", "state")):
+        for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "state")):
             assert run("git", "-C", self.root, *command).returncode == 0
+        return run("git", "-C", self.root, "rev-parse", "HEAD").stdout.strip()
 
     @property
     def variant(self) -> Path:
@@ -141,22 +138,18 @@ class TinyPackage:
         return variant
 
     @property
-    def extension_id(self) -> str:
+    def extension(self) -> Path:
         (extension,) = self.variant.glob("*.so")
-        return extension.name.removesuffix(".abi3.so")
+        return extension
+
+    @property
+    def metadata(self) -> Metadata:
+        return Metadata.read_from_file(self.variant / "metadata.json")
 
     def state(self) -> dict:
         files = (path for path in self.root.rglob("*") if path.is_file())
         ignored = {".ninja_log", "lock"}
         return {path: path.stat().st_mtime_ns for path in files if path.name not in ignored}
-
-    def doubled(self) -> str:
-        return run_python(
-            "from pathlib import Path; import torch; from kernels import get_local_kernel\n"
-            f"k = get_local_kernel(Path({str(self.root)!r}), backend='cpu')\n"
-            "x = torch.ones(3); k.twice_(x)\n"
-            "print(x.tolist())"
-        )
 
 
 @pytest.fixture
@@ -166,70 +159,72 @@ def tiny(tmp_path):
 
 @pytest.fixture(scope="module")
 def built_once(tmp_path_factory):
-    package = TinyPackage.write(tmp_path_factory.mktemp("built"))
-    assert "built" in package.build()
+    package = TinyPackage.write(tmp_path_factory.mktemp("built"), **{BINDING: BARE})
+    assert "built" in package.invoke().output
     return package
 
 
 @pytest.fixture
 def built(built_once, tmp_path):
-    """A built package, which is not compiled again while its C++ is unchanged."""
+    """A built package with a bare binding."""
     shutil.copytree(built_once.root, tmp_path, dirs_exist_ok=True)
     return TinyPackage(tmp_path)
 
 
-def test_build_is_incremental(built):
-    built.build()  # the copied folder's files are newer
-    for cache in built.root.rglob("__pycache__"):
-        for file in cache.iterdir():
-            file.unlink()
+@pytest.fixture
+def compiled(capfd):
+    """Builds a package and returns the sources that were compiled."""
 
-    before = built.state()
-    output = built.build()
-    assert "no work to do" in output and "up to date" in output
+    def build(package, *options):
+        capfd.readouterr()
+        result = package.invoke(*options)
+        output = capfd.readouterr().out
+        assert result.exit_code == 0, output + result.output
+        return sorted(re.findall(r"\] C\+\+ (\S+)", output))
+
+    return build
+
+
+def test_build_is_incremental(built, compiled):
+    before, binary = built.state(), built.extension.read_bytes()
+    assert compiled(built) == []
     assert built.state() == before
-
-    header = built.root / "src/twice.h"
-    header.write_text(header.read_text().replace("kFactor = 2", "kFactor = 3"))
-    assert built.compiled(built.build()) == ["src/twice.cpp"]
-    assert built.doubled() == "[3.0, 3.0, 3.0]"
+    built.edit("src/twice.h", "value = 2", "value = 3")
+    assert compiled(built) == ["src/twice.cpp"]
+    assert built.extension.read_bytes() != binary
 
 
-def test_build_follows_the_python_files(built):
+def test_build_follows_the_python_files(built, compiled):
     assert (built.variant / "parts/names.py").is_file()
     package = built.root / "torch-ext/tiny_kernel"
-    (package / "parts/names.py").unlink()
-    (package / "parts/__init__.py").unlink()
+    shutil.rmtree(package / "parts")
     (package / "names.py").write_text("LAST = 2\n")
-    init = package / "__init__.py"
-    init.write_text(init.read_text().replace(".parts.names", ".names"))
-    assert built.compiled(built.build()) == []
+    built.edit("torch-ext/tiny_kernel/__init__.py", ".parts.names", ".names")
+    assert compiled(built) == []
     assert not (built.variant / "parts").exists()
-    metadata = Metadata.read_from_file(built.variant / "metadata.json")
-    assert "names.py" in metadata.digest.files
-    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built.variant))
-    assert built.doubled() == "[2.0, 2.0, 2.0]"
+    digest = built.metadata.digest
+    assert "names.py" in digest.files
+    digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, built.variant))
 
 
-def test_extension_is_named_by_the_commit(built):
-    def provenance():
-        return Metadata.read_from_file(built.variant / "metadata.json").provenance
-
-    assert built.extension_id == "_tiny_kernel_cpu_local"  # no Git
-    assert provenance().kernel is None
+def test_extension_is_named_by_the_commit(built, compiled):
+    local, metadata = "_tiny_kernel_cpu_local", built.metadata
+    assert (built.extension.name, metadata.provenance.kernel) == (
+        f"{local}.abi3.so",
+        None,
+    )  # no Git
     (built.root / ".gitignore").write_text("/build/\n/.build/\n")
     assert run("git", "init", "-q", built.root).returncode == 0
     assert Revision.read(built.root).suffix == "local"  # no commit yet
-    built.commit()
-    head = run("git", "-C", built.root, "rev-parse", "HEAD").stdout.strip()
+    head = built.commit()
     assert Revision.read(built.root) == Revision(head, False)
     assert Revision.read(built.root / "src").commit is None, "a copy in another checkout"
 
-    (built.root / "src/twice.h").write_text("// changed\n" + TINY["src/twice.h"])
-    assert sorted(built.compiled(built.build())) == ["src/twice.cpp", BINDING]
-    assert built.extension_id == f"_tiny_kernel_cpu_{head[:7]}_dirty"
-    assert (provenance().kernel.commit, provenance().kernel.dirty) == (head, True)
-    assert built.doubled() == "[2.0, 2.0, 2.0]"
+    built.edit("src/twice.h", "value = 2", "value = 3")
+    assert compiled(built) == ["src/twice.cpp", BINDING]
+    assert built.extension.name == f"_tiny_kernel_cpu_{head[:7]}_dirty.abi3.so"
+    kernel = built.metadata.provenance.kernel
+    assert (kernel.commit, kernel.dirty) == (head, True)
 
 
 def toml(old: str, new: str):
@@ -284,38 +279,50 @@ def test_build_says_what_is_wrong_with_a_package(tiny, name):
     assert not (tiny.root / "build").exists()
 
 
-def test_builds_side_by_side_keep_to_their_own_symbols(tiny, tmp_path):
-    # With default visibility a loader gives both builds one `twice`, one `count` and one `kFactor`.
-    tiny.edit("src/twice.h", "constexpr float kFactor = 2;", CLASHING)
-    tiny.edit("src/twice.cpp", "x[i] *= kFactor;", "x[i] = x[i] * Factor<float>::value + calls();")
-    other = TinyPackage.write(tmp_path / "other")
-    for path in ("src/twice.h", "src/twice.cpp"):
-        (other.root / path).write_text((tiny.root / path).read_text())
+def test_builds_side_by_side_keep_to_their_own_symbols(tiny, compiled, tmp_path_factory):
+    # With default visibility a loader gives both builds one `twice`, one `count` and one `value`.
+    other = TinyPackage.write(tmp_path_factory.mktemp("other"))
     other.edit("src/twice.h", "value = 2", "value = 3")
-    assert run("git", "init", "-q", other.root).returncode == 0
-    other.commit()
+    other.commit()  # gives it another name
     for package in (tiny, other):
-        package.build()
-        process = run(sys.executable, TOOLS / "check_abi.py", package.variant)
-        assert process.returncode == 0, process.stdout
-    for flags in ("os.RTLD_NOW", "os.RTLD_NOW | os.RTLD_GLOBAL"):
-        results = run_python(
-            "import os, sys; from pathlib import Path; import torch\n"
-            "from kernels import get_local_kernel\n"
-            f"sys.setdlopenflags({flags})\n"
-            f"roots = [Path({str(tiny.root)!r}), Path({str(other.root)!r})]\n"
-            "kernels = [get_local_kernel(root, backend='cpu') for root in roots]\n"
-            "for kernel in kernels * 2:\n"
-            "    x = torch.ones(2); kernel.twice_(x); print(x.tolist())\n"
-        )
-        assert results.splitlines() == ["[3.0, 4.0]", "[4.0, 5.0]", "[5.0, 6.0]", "[6.0, 7.0]"]
+        compiled(package)
+        assert check(package.variant).exit_code == 0
+    results = run_python(
+        "import os, sys; from pathlib import Path; import torch\n"
+        "from kernels import get_local_kernel\n"
+        "sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)\n"
+        f"roots = [Path({str(tiny.root)!r}), Path({str(other.root)!r})]\n"
+        "kernels = [get_local_kernel(root, backend='cpu') for root in roots]\n"
+        "for kernel in kernels * 2:\n"
+        "    x = torch.ones(2); kernel.twice_(x); print(x.tolist())\n"
+    )
+    assert results.splitlines() == ["[3.0, 4.0]", "[4.0, 5.0]", "[5.0, 6.0]", "[6.0, 7.0]"]
 
 
-def test_werror_fails_on_a_warning(built):
-    source = built.root / "src/twice.cpp"
-    source.write_text(source.read_text() + "static int unused() { return 1; }\n")
-    assert built.compiled(built.build()) == ["src/twice.cpp"]
-    assert "-Werror=unused-function" in built.build("--werror")
+def test_werror_fails_on_a_warning(built, compiled, capfd):
+    with open(built.root / "src/twice.cpp", "a") as source:
+        source.write("static int unused() { return 1; }\n")
+    assert compiled(built) == ["src/twice.cpp"]
+    assert built.invoke("--werror").exit_code == 1
+    assert "-Werror=unused-function" in capfd.readouterr().out
+
+
+def check(*variants):
+    return CliRunner().invoke(check_abi.main, [str(variant) for variant in variants])
+
+
+def link(target, source, *options):
+    """Returns the folder of the shared library of this source."""
+    command = (os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", target)
+    assert run(*command, *options, input=source).returncode == 0
+    return target.parent
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """Folders of an extension that is fit for use, and of a library that others may use."""
+    fit, other = (tmp_path_factory.mktemp(name) for name in ("fit", "other"))
+    return link(fit / "f.abi3.so", ""), link(other / "libother.so", "void other() {}")
 
 
 @pytest.mark.parametrize(
@@ -331,24 +338,13 @@ def test_werror_fails_on_a_warning(built):
     ],
     ids=["newer Python", "Torch C++", "library", "symbol of its own"],
 )
-def test_check_abi_fails(tmp_path, source, requirement):
-    (tmp_path / "other.cpp").write_text("void other() {}")
-    (tmp_path / "f.cpp").write_text(source)
-    variant = tmp_path / "variant"
-    variant.mkdir()
-    shared = (os.environ.get("CXX", "g++"), "-shared", "-fPIC")
-    assert run(*shared, tmp_path / "other.cpp", "-o", tmp_path / "libother.so").returncode == 0
-    link = ("-L", tmp_path, "-Wl,--as-needed", "-lother")
-    extension = variant / "f.abi3.so"
-    assert run(*shared, tmp_path / "f.cpp", "-o", extension, *link).returncode == 0
-    (tmp_path / "fit.cpp").touch()
-    (tmp_path / "fit").mkdir()
-    fit = tmp_path / "fit" / "f.abi3.so"
-    assert run(*shared, tmp_path / "fit.cpp", "-o", fit).returncode == 0
-    assert run(sys.executable, TOOLS / "check_abi.py", fit.parent).returncode == 0
-    process = run(sys.executable, TOOLS / "check_abi.py", variant, fit.parent)
-    assert process.returncode == 1
-    assert re.search(rf"FAILED: .*{re.escape(requirement)}", process.stdout)
+def test_check_abi_fails(libraries, tmp_path, source, requirement):
+    fit, other = libraries
+    assert check(fit).exit_code == 0
+    link(tmp_path / "f.abi3.so", source, "-L", other, "-Wl,--as-needed", "-lother")
+    result = check(tmp_path, fit)
+    assert result.exit_code == 1
+    assert re.search(rf"FAILED: .*{re.escape(requirement)}", result.output)
 
 
 VECTOR = "void rows<float, (h100_diffusers_kernels::Access)0>(float*)"

@@ -54,10 +54,7 @@ class Hub:
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)  # of LFS, by SHA-256
-    trusted: set[str] = field(
-        default_factory=set
-    )  # organizations with the flag of a trusted publisher
-    requests: list[str] = field(default_factory=list)
+    uploads: int = 0
     dropped_uploads: int = 0  # the next uploads, whose connection is closed
     store: Callable[[bytes], bytes] = bytes  # what is stored of an upload
     verifies: bool = True  # whether a wrong size is reported after an upload
@@ -105,9 +102,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = urlsplit(self.path).path
-        query = urlsplit(self.path).query
-        self.recursive = "recursive=true" in query.lower()
-        self.hub.requests.append(f"{self.command} {unquote(path)}")
         try:
             for method, pattern, name in ROUTES:
                 match = pattern.fullmatch(path)
@@ -194,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("GET", r"/api/organizations/(?P<name>[\w.-]+)/overview")
     def organization(self, name: str) -> dict:
-        return {"name": name, "trustedKernelPublisher": name in self.hub.trusted}
+        return {"name": name, "trustedKernelPublisher": False}
 
     # -- Uploads -------------------------------------------------------------------------------
 
@@ -226,6 +220,7 @@ class Handler(BaseHTTPRequestHandler):
 
     @route("PUT", "/lfs/(?P<oid>[0-9a-f]{64})")
     def upload(self, oid: str) -> dict | None:
+        self.hub.uploads += 1
         if self.hub.dropped_uploads:
             self.hub.dropped_uploads -= 1
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -270,28 +265,29 @@ class Handler(BaseHTTPRequestHandler):
     @route("GET", f"/api/kernels/{REPOSITORY}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?")
     def tree(self, repo: str, revision: str, folder: str) -> list:
         _, files = self.files(repo, revision)
+        recursive = "recursive=true" in urlsplit(self.path).query.lower()
         top = PurePosixPath(folder)
-        inside = {path: file for path, file in files.items() if top in PurePosixPath(path).parents}
-        folders = {parent for path in inside for parent in PurePosixPath(path).parents}
-        entries: list[dict] = [
-            {"type": "directory", "path": str(path), "oid": hashlib.sha1(bytes(path)).hexdigest()}
-            for path in folders
-            if top in path.parents
-        ]
-        for path, file in inside.items():
-            entry = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
+        entries = {}
+        for name, file in files.items():
+            path = PurePosixPath(name)
+            if top not in path.parents:
+                continue
+            entries[path] = {"type": "file", "size": len(file.content), "oid": file.oid}
             if file.lfs:
                 oid, size = file.lfs
-                entry |= {"size": size, "lfs": {"oid": oid, "size": size, "pointerSize": 130}}
-            entries.append(entry)
-        if folder and not entries:
-            raise Failure(404, "EntryNotFound", f"{folder} does not exist on {revision}")
-        entries = [
-            entry
-            for entry in entries
-            if self.recursive or PurePosixPath(entry["path"]).parent == top
+                entries[path] |= {
+                    "size": size,
+                    "lfs": {"oid": oid, "size": size, "pointerSize": 130},
+                }
+            for parent in path.parents:
+                if top in parent.parents:
+                    oid = hashlib.sha1(bytes(parent)).hexdigest()
+                    entries[parent] = {"type": "directory", "oid": oid}
+        return [
+            {"path": str(path), **entry}
+            for path, entry in sorted(entries.items())
+            if recursive or path.parent == top
         ]
-        return sorted(entries, key=lambda entry: entry["path"])
 
     @route("HEAD", f"/kernels/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
     @route("GET", f"/kernels/{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
