@@ -1,4 +1,5 @@
-# make example | test | test-all | test-versions | kernels-ci | build | cross | lint | format | clean
+# make example | test | test-slow | test-all | test-full | test-versions | kernels-ci | build | cross | cross-newest
+#      | lint | format | clean
 #
 # PYTHON      interpreter of the environment (default python3)
 # VENV        the environment's folder; none: use PYTHON and install nothing
@@ -14,7 +15,6 @@ WORKERS ?= logical
 
 NEWEST_CUDA := .build/toolchains/13.2
 OLDER_DIFFUSERS := $(patsubst requirements/%.txt,%,$(wildcard requirements/diffusers-*.txt))
-KERNELS_CI := .build/kernels-ci
 VIDEO := outputs/ltx_video.mp4
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
@@ -38,29 +38,40 @@ needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' ! -name registration.h)
 
-.PHONY: help example test test-all test-versions kernels-ci build cross lint format clean
+.PHONY: help example test test-slow test-all test-full test-versions kernels-ci build cross cross-newest lint \
+  format clean $(OLDER_DIFFUSERS:%=test-%)
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 example: build
 	$(RUN) examples/generate.py --model ltx --output $(VIDEO) $(EXAMPLE_ARGS)
 
-PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal
+# tests/selection.py says what is drawn.
+PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal --slowest 20
 test: build $(call needs,test)
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --draw=all $(PYTEST_ARGS)
 
-# With the tests marked slow.
+test-slow: build $(call needs,test)
+	$(PYTEST) -m slow --draw=slow $(PYTEST_ARGS)
+
+# All cases, except that those of slow functions are drawn.
 test-all: build $(call needs,test)
+	$(PYTEST) --draw=slow $(PYTEST_ARGS)
+
+# All cases, for a machine with a GPU, or a night.
+test-full: build $(call needs,test)
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The models of each family with older versions of diffusers. An environment is a folder of packages in front of
-# the main environment's.
-test-versions: build $(call needs,test) $(OLDER_DIFFUSERS:%=.build/%/.installed)
-	for name in $(OLDER_DIFFUSERS); do \
-	  export PYTHONPATH=$(CURDIR)/.build/$$name; \
-	  $(RUN) -c "import diffusers; assert '$$name.' in 'diffusers-' + diffusers.__version__" || exit; \
-	  $(RUN) -m pytest tests/test_diffusers_versions.py $(PYTEST_ARGS) || exit; \
-	done
+# The models of each family with older versions of diffusers, side by side. An environment is a folder of
+# packages in front of the main environment's.
+test-versions: build $(call needs,test)
+	$(MAKE) --jobs --output-sync=target $(OLDER_DIFFUSERS:%=test-%)
+
+$(OLDER_DIFFUSERS:%=test-%): export OMP_NUM_THREADS = 1
+$(OLDER_DIFFUSERS:%=test-%): test-%: .build/%/.installed
+	export PYTHONPATH=$(CURDIR)/.build/$*; \
+	$(RUN) -c "import diffusers; assert '$*.' in 'diffusers-' + diffusers.__version__" && \
+	  $(RUN) -m pytest tests/test_diffusers_versions.py $(PYTEST_ARGS)
 
 .build/diffusers-%/.installed: requirements/diffusers-%.txt | $(call needs,venv)
 	rm -rf $(@D)
@@ -68,27 +79,24 @@ test-versions: build $(call needs,test) $(OLDER_DIFFUSERS:%=.build/%/.installed)
 	@touch $@
 
 # The tests that kernel-builder runs on each build, with its files and packages and no others.
-kernels-ci: build $(KERNELS_CI)/.installed
-	$(RUN) tools/kernel_builder_tests.py $(KERNELS_CI)/bin/python
-
-$(KERNELS_CI)/.installed: flake.nix tools/kernel_builder_tests.py requirements/torch.txt requirements/example.txt \
-  requirements/test.txt | $(call needs,example)
-	rm -rf $(@D)
-	$(MAKE) VENV=$(@D) $(@D)/.stamp-torch
-	$(RUN) tools/kernel_builder_tests.py --requirements > $(@D)/requirements.txt
-	$(@D)/bin/python $(PIP_INSTALL) -r $(@D)/requirements.txt -c requirements/example.txt
-	@touch $@
+kernels-ci: build $(call needs,test)
+	$(RUN) tools/kernel_builder_tests.py
 
 build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
-# The CUDA builds, their checks and the programs of benchmarks/ceilings. None of them needs a GPU.
-cross: $(call needs,test cuda-compiler cuda-binutils) $(NEWEST_CUDA)/.installed
+# The CUDA build, its checks and the programs of benchmarks/ceilings. None of them needs a GPU.
+cross: $(call needs,test cuda-compiler cuda-binutils)
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
-	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
 	$(RUN) tools/check_abi.py build/torch-stable-abi*
 	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
 	$(RUN) benchmarks/ceilings/run.py --compile-only
+
+# The same build with kernel-builder's newest CUDA.
+cross-newest: $(call needs,test cuda-binutils) $(NEWEST_CUDA)/.installed
+	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
+	$(RUN) tools/check_abi.py build/torch-stable-abi*
+	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
 
 # kernel-builder uses CUDA 13.0, like pip's Torch, and this version.
 $(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,venv)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import selection
 from threads import one_thread
 
 # Values are compared with float64: convolutions must compute in float32.
@@ -79,9 +80,14 @@ def _quiet(kernel, caplog):
         caplog.set_level("CRITICAL", logger=name)
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    selection.add_options(parser)
+
+
+def pytest_configure(config):
     """Limits threads, because workers of pytest-xdist share the cores. Tests of several threads set their own
     number."""
+    config.pluginmanager.register(selection.Selection())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         threads = max(1, torch.get_num_threads() // workers)

@@ -1,0 +1,160 @@
+"""Draws the cases that `make test` runs: a seeded share of each function that takes long.
+
+A function whose cases take less than a second in all runs whole. Of any other, a draw takes
+
+- each value of each parameter once (`drawn(times=3)`: three times; `drawn(pairs=[("a", "b")])`: and each pair of
+  values of these parameters once),
+- each case once in `PERIOD` consecutive seeds,
+- all cases if the function is marked `whole`, and those that tools/seeded_faults.toml names.
+
+`seconds.json` has the seconds of the functions that take a second or more. `make test-full
+PYTEST_ARGS=--record-seconds` writes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import subprocess
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+SECONDS = Path(__file__).with_name("seconds.json")
+PERIOD = 30
+
+
+def commit_number():
+    """The number of commits up to this one: consecutive commits have consecutive seeds. 0 outside of a clone."""
+    command = ["git", "rev-list", "--count", "HEAD"]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def function_of(nodeid):
+    return nodeid.partition("[")[0]
+
+
+def is_short(name, seconds):
+    return seconds.get(name, 0) < 1
+
+
+def _value(value):
+    """A key that is equal for equal values, and in each process for the same case."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
+
+def _marks(item, pairs):
+    """What a draw must take of a case: its parameters' values, and its pairs of values."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    values = {name: _value(value) for name, value in params.items()}
+    yield from ((name, value) for name, value in values.items())
+    yield from ((pair, tuple(values.get(name) for name in pair)) for pair in pairs)
+
+
+def draw_cases(cases, name, seed, times=1, pairs=()):
+    """The cases of one function that a seed draws."""
+    # In the same order for all seeds, so that each case is in one of PERIOD shares.
+    cases = random.Random(name).sample(cases, len(cases))
+    share = [case for i, case in enumerate(cases) if i % PERIOD == seed % PERIOD]
+    marks = {case: list(_marks(case, pairs)) for case in cases}
+    left = collections.Counter(mark for of_case in marks.values() for mark in of_case)
+    left = {mark: min(1 if mark[0] in pairs else times, n) for mark, n in left.items()}
+    chosen = set()
+
+    def take(case):
+        chosen.add(case)
+        for mark in marks[case]:
+            left[mark] -= 1
+
+    for case in share:
+        take(case)
+    rest = random.Random(f"{seed} {name}").sample(cases, len(cases))
+    # First the cases of which the most values are missing.
+    for missing in range(len(marks[cases[0]]), 0, -1):
+        for case in rest:
+            if case not in chosen and sum(left[mark] > 0 for mark in marks[case]) >= missing:
+                take(case)
+    return chosen or cases[:1]
+
+
+def draw(items, seed, seconds, named, is_drawn=lambda item: True):
+    """The items that a seed draws, in their order.
+
+    Args:
+        items: pytest's items.
+        seed: an integer.
+        seconds: the seconds of each function that takes a second or more.
+        named: node ids of cases that always run.
+        is_drawn: whether an item's function is drawn from. Others run whole.
+    """
+    functions = collections.defaultdict(list)
+    for item in items:
+        functions[function_of(item.nodeid)].append(item)
+    chosen = set()
+    for name, cases in functions.items():
+        first = cases[0]
+        if is_short(name, seconds) or first.get_closest_marker("whole") or not is_drawn(first):
+            chosen.update(cases)
+            continue
+        marker = first.get_closest_marker("drawn")
+        chosen.update(draw_cases(cases, name, seed, **(marker.kwargs if marker else {})))
+        chosen.update(case for case in cases if case.nodeid in named)
+    return [item for item in items if item in chosen]
+
+
+class Selection:
+    """pytest plugin: --draw, --seed, --record-seconds and --slowest."""
+
+    def pytest_configure(self, config):
+        if config.option.draw and config.option.seed is None:
+            config.option.seed = commit_number()  # xdist passes it on to its processes
+
+    def pytest_report_header(self, config):
+        if config.option.draw:
+            return f"cases drawn with --seed={config.option.seed}"
+
+    def pytest_collection_modifyitems(self, config, items):
+        if not config.option.draw:
+            return
+        import seeded_faults
+
+        def is_drawn(item):
+            return config.option.draw == "all" or item.get_closest_marker("slow")
+
+        named = {test for fault in seeded_faults.read_faults() for test in fault.tests}
+        seconds = json.loads(SECONDS.read_text())
+        kept = draw(items, config.option.seed, seconds, named, is_drawn)
+        left_out = set(items) - set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept
+
+    def pytest_terminal_summary(self, terminalreporter, config):
+        """The functions that took longest. Not in the processes of xdist, which have no terminal."""
+        seconds, cases = collections.Counter(), collections.Counter()
+        for reports in terminalreporter.stats.values():
+            for report in reports:
+                if hasattr(report, "duration"):
+                    seconds[function_of(report.nodeid)] += report.duration
+                    cases[function_of(report.nodeid)] += report.when == "call"
+        if config.option.slowest:
+            terminalreporter.section(f"{config.option.slowest} slowest functions")
+            for name, taken in seconds.most_common(config.option.slowest):
+                terminalreporter.line(f"{taken:7.1f} s {cases[name]:5} cases  {name}")
+        if config.option.record_seconds:
+            long = {name: round(taken, 1) for name, taken in seconds.items() if taken >= 1}
+            SECONDS.write_text(json.dumps(dict(sorted(long.items())), indent=1) + "\n")
+
+
+def add_options(parser):
+    group = parser.getgroup("selection", "cases of functions that take long")
+    group.addoption(
+        "--draw", choices=["all", "slow"], help="draw cases of all functions, or of those marked slow"
+    )
+    group.addoption("--seed", type=int, help="seed of --draw (default: the number of commits)")
+    group.addoption("--slowest", type=int, default=0, help="show the seconds of so many functions")
+    group.addoption("--record-seconds", action="store_true", help=f"write {SECONDS.name}")

@@ -1,0 +1,83 @@
+"""selection.py: what a seed draws."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from selection import PERIOD, draw
+
+NAMES, KINDS, FLAGS = [f"n{i}" for i in range(20)], ["a", "b", {"c": 1}], [False, True]
+SECONDS = {"f": 5.0, "once": 3.0}
+
+
+def item(function, *values, marks=()):
+    params = dict(zip(("name", "kind", "flag"), values, strict=False))
+    one = SimpleNamespace(
+        nodeid=f"{function}[{values}]" if values else function,
+        get_closest_marker={mark.name: mark for mark in marks}.get,
+    )
+    if values:
+        one.callspec = SimpleNamespace(params=params)
+    return type("Item", (), {**vars(one), "__hash__": object.__hash__})()
+
+
+def product(function="f", *marks):
+    return [item(function, *v, marks=marks) for v in itertools.product(NAMES, KINDS, FLAGS)]
+
+
+@pytest.fixture
+def cases():
+    return product()
+
+
+def values(items, *names):
+    return [tuple(str(one.callspec.params[name]) for name in names) for one in items]
+
+
+def test_each_value_once(cases):
+    drawn = draw(cases, 7, SECONDS, [])
+    assert len(drawn) < len(cases) / 4
+    for name in ("name", "kind", "flag"):
+        assert {*values(drawn, name)} == {*values(cases, name)}
+
+
+def test_a_seed_gives_a_draw_in_the_items_order(cases):
+    assert draw(cases, 7, SECONDS, []) == draw(cases, 7, SECONDS, [])
+    assert draw(cases, 7, SECONDS, []) != draw(cases, 8, SECONDS, [])
+    drawn = draw(cases, 7, SECONDS, [])
+    assert drawn == [case for case in cases if case in drawn]
+
+
+@pytest.mark.parametrize("first", [0, 1132])
+def test_consecutive_seeds_draw_each_case(cases, first):
+    seeds = range(first, first + PERIOD)
+    assert {case for seed in seeds for case in draw(cases, seed, SECONDS, [])} == {*cases}
+
+
+def test_several_times():
+    cases = product("f", pytest.mark.drawn(times=3).mark)
+    drawn = values(draw(cases, 7, SECONDS, []), "name")
+    assert all(drawn.count((name,)) >= 3 for name in NAMES)
+
+
+def test_pairs():
+    cases = product("f", pytest.mark.drawn(pairs=[("name", "flag")]).mark)
+    drawn = draw(cases, 7, SECONDS, [])
+    assert {*values(drawn, "name", "flag")} == {*values(cases, "name", "flag")}
+    assert len(drawn) < len(cases) / 2
+
+
+def test_what_runs_whole(cases):
+    """Functions that take less than a second, those marked so, others than `is_drawn`, and named cases."""
+    short, whole = product("short"), product("f", pytest.mark.whole.mark)
+    assert draw(short, 7, SECONDS, []) == short
+    assert draw(whole, 7, SECONDS, []) == whole
+    assert draw(cases, 7, SECONDS, [], lambda one: False) == cases
+    named = {case.nodeid for case in cases[::5]}
+    assert named <= {case.nodeid for case in draw(cases, 7, SECONDS, named)}
+
+
+def test_a_function_without_parameters():
+    once = [item("once")]
+    assert draw(once, 7, SECONDS, []) == once
