@@ -2,8 +2,8 @@
 
 A function whose cases take less than a second in all runs whole. Of any other, a draw takes
 
-- each value of each parameter once (`drawn(times=3)`: three times; `drawn(pairs=[("a", "b")])`: and each pair of
-  values of these parameters once),
+- each value of each parameter once, or three times with `drawn(times=3)`,
+- with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
 - each case once in `PERIOD` consecutive seeds,
 - all cases if the function is marked `whole`, and those that tools/seeded_faults.toml names.
 
@@ -25,7 +25,7 @@ PERIOD = 30
 
 
 def commit_number():
-    """The number of commits up to this one: consecutive commits have consecutive seeds. 0 outside of a clone."""
+    """The number of commits up to this one: consecutive commits have consecutive seeds. 0 without git."""
     command = ["git", "rev-list", "--count", "HEAD"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 else 0
@@ -153,7 +153,9 @@ class Selection:
 def add_options(parser):
     group = parser.getgroup("selection", "cases of functions that take long")
     group.addoption(
-        "--draw", choices=["all", "slow"], help="draw cases of all functions, or of those marked slow"
+        "--draw",
+        choices=["all", "slow"],
+        help="draw cases of all functions, or of those marked slow",
     )
     group.addoption("--seed", type=int, help="seed of --draw (default: the number of commits)")
     group.addoption("--slowest", type=int, default=0, help="show the seconds of so many functions")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Run the tests marked kernels_ci as kernel-builder's `nix run .#ci-test` does, without Nix.
 
-The tests get kernel-builder's set of files in an empty folder, and load the package from build/. Of the installed
-packages they can import Torch, kernels, pytest, the pythonCheckInputs of flake.nix, and what these require. A run
-that selects no test fails; with kernel-builder it passes.
+The tests get kernel-builder's set of files in an empty folder, and load the package from build/. Of the
+installed packages they can import Torch, kernels, pytest, the pythonCheckInputs of flake.nix, and what these
+require. A run that selects no test fails; with kernel-builder it passes.
 """
 
 from __future__ import annotations

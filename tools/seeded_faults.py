@@ -5,6 +5,7 @@ The faults are in tools/seeded_faults.toml. Each is built and tested on the CPU.
     python tools/seeded_faults.py                       # all faults
     python tools/seeded_faults.py mask_dropped          # one
     python tools/seeded_faults.py --baseline            # all listed tests, without a fault
+    python tools/seeded_faults.py --draws 5 --jobs 16   # only what `make test` draws, with five seeds each
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,18 +117,21 @@ def run(checkout: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_tests(tests: Sequence[str], checkout: Path) -> subprocess.CompletedProcess[str]:
-    """Build the copy and run pytest; RuntimeError if it cannot be built."""
+def run_tests(
+    tests: Sequence[str], checkout: Path, seed: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Build the copy and run pytest, with a seed only on drawn cases; RuntimeError if it cannot be built."""
     done = run(checkout, "tools/build_variant.py", "--backend", "cpu")
     if done.returncode != 0:
         raise RuntimeError(f"the build failed:\n{done.stdout}{done.stderr}")
-    return run(checkout, "-m", "pytest", "-x", "-q", "--tb=short", *tests)
+    drawn = () if seed is None else ("--draw=all", f"--seed={seed}")
+    return run(checkout, "-m", "pytest", "-x", "-q", "--tb=short", *drawn, *tests)
 
 
-def seek(fault: Fault, checkout: Path) -> str | None:
+def seek(fault: Fault, checkout: Path, seed: int | None = None) -> str | None:
     """The first test that finds the fault; RuntimeError if pytest neither passes nor fails in a test."""
     with applied(fault, checkout):
-        done = run_tests(fault.tests, checkout)
+        done = run_tests(fault.tests, checkout, seed)
     if done.returncode == PASSED:
         return None
     # Errors outside tests, such as a failed import of the package, do not count.
@@ -134,6 +139,27 @@ def seek(fault: Fault, checkout: Path) -> str | None:
     if done.returncode != FAILED or failure is None:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return failure[1]
+
+
+def seek_all(faults: Sequence[Fault], seeds: Sequence[int | None]) -> int:
+    """The number of faults that are found with each seed. Prints the test that finds each."""
+    found = 0
+    with copied_checkout() as checkout:
+        for fault in faults:
+            begin = time.perf_counter()
+            try:
+                # Cases that are named run with each seed.
+                is_named = all(test.endswith("]") for test in fault.tests)
+                tests = [seek(fault, checkout, seed) for seed in seeds[: 1 if is_named else None]]
+            except (OSError, ValueError, RuntimeError) as error:
+                raise click.ClickException(f"{fault.name}: {error}") from error
+            found += None not in tests
+            missed = [seed for seed, test in zip(seeds, tests, strict=False) if test is None]
+            where = f"found by {tests[0]}"
+            if missed:
+                where = "NOT FOUND" + (f" with the seeds {missed}" if missed != [None] else "")
+            click.echo(f"{fault.name}: {where} ({time.perf_counter() - begin:.1f} s)")
+    return found
 
 
 def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
@@ -148,24 +174,20 @@ def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.argument("names", nargs=-1)
 @click.option("--baseline", is_flag=True, help="Run all listed tests without a fault instead.")
-def main(names: tuple[str, ...], baseline: bool) -> None:
+@click.option("--draws", default=0, help="Run only drawn cases, with so many seeds.")
+@click.option("--jobs", default=1, show_default=True, help="Number of processes.")
+def main(names: tuple[str, ...], baseline: bool, draws: int, jobs: int) -> None:
     faults = read_faults()
     if unknown := set(names) - {fault.name for fault in faults}:
         raise click.ClickException(f"there is no fault {', '.join(sorted(unknown))}")
     faults = [fault for fault in faults if not names or fault.name in names]
-    found = 0
-    with copied_checkout() as checkout:
-        if baseline:
+    if baseline:
+        with copied_checkout() as checkout:
             return check_baseline(faults, checkout)
-        for fault in faults:
-            begin = time.perf_counter()
-            try:
-                test = seek(fault, checkout)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise click.ClickException(f"{fault.name}: {error}") from error
-            found += test is not None
-            where = "NOT FOUND" if test is None else f"found by {test}"
-            click.echo(f"{fault.name}: {where} ({time.perf_counter() - begin:.1f} s)")
+    seeds = range(1, draws + 1) if draws else [None]
+    with ThreadPoolExecutor(jobs) as pool:
+        shares = [faults[i::jobs] for i in range(jobs)]
+        found = sum(pool.map(lambda share: seek_all(share, seeds), shares))
     click.echo(f"{found} of {len(faults)} faults found")
     if found < len(faults):
         raise SystemExit(1)

@@ -19,7 +19,9 @@ def with_requirements(names: list[str]) -> set[str]:
         if name not in found:
             found.add(name)
             needed = map(Requirement, metadata.requires(name) or [])
-            names += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+            names += [
+                r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})
+            ]
     return found
 
 

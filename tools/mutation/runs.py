@@ -102,12 +102,27 @@ class Tests:
 
 
 class LineMap(Tests):
-    """pytest plugin: draws `count` tests and runs each in a fork that records executed lines."""
+    """pytest plugin: draws `count` tests. Runs a share of them, each in a fork that records executed lines.
 
-    def __init__(self, folder: Path, count: int, seed: int, output: Path) -> None:
+    Args:
+        folder: the copy of the package.
+        count: the number of tests.
+        seed: the seed of their choice.
+        share: (i, n): the i-th of n shares.
+        options: further options of pytest.
+    """
+
+    def __init__(
+        self, folder: Path, count: int, seed: int, share: tuple[int, int], options: list[str]
+    ) -> None:
         super().__init__(folder, [])
-        self.count, self.seed, self.output = count, seed, output
+        self.count, self.seed, self.share = count, seed, share
+        self.options += options
+        self.output = folder / "map"
         self.is_skipped = False
+
+    def start(self) -> Fork:
+        return Fork(lambda: pytest.main(self.options, plugins=[self]))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         by_name = {
@@ -116,7 +131,8 @@ class LineMap(Tests):
             if "kernel" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("slow")
         }
         names = shuffled(by_name, random.Random(self.seed))[: self.count]
-        items[:] = [by_name[name] for name in names]
+        first, step = self.share
+        items[:] = [by_name[name] for name in names[first::step]]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.is_skipped |= report.skipped
