@@ -1,6 +1,7 @@
 """The package from the view of the Hub and its loader."""
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -9,11 +10,13 @@ from types import FunctionType, ModuleType
 
 import jinja2
 import pytest
+from click.testing import CliRunner
 from kernels._rust import Backend, Build, Digest, DigestAlgorithm, Metadata
 
+import check_abi
 from builder.package import Package
 from conftest import CHECKOUT, REPO_ID
-from processes import TOOLS, run, run_python
+from processes import run_python
 
 MODULE = "h100_diffusers_kernels"
 SOURCES = CHECKOUT / "torch-ext" / MODULE
@@ -47,26 +50,13 @@ def extension(variant) -> Path:
 
 
 def test_build_toml_is_accepted_by_kernel_builder():
+    """`Package.read` checks too that each source is listed once."""
     assert Build.open(CHECKOUT).general.backends == [Backend.CUDA, Backend.CPU]
     for backend in ("cuda", "cpu"):
         package = Package.read(CHECKOUT, backend)
         assert package.general["hub"]["repo-id"] == REPO_ID
         assert package.stable_abi == (2, 11)
     assert Package.read(CHECKOUT, "cuda").capabilities == ["9.0a"]
-
-
-def test_build_toml_lists_each_source_once():
-    binding = {
-        path for path in (CHECKOUT / "torch-ext").rglob("*.*") if path.suffix in (".cpp", ".h")
-    }
-    files = {*(CHECKOUT / "kernel_src").rglob("*.*"), *binding}
-    existing = {path.relative_to(CHECKOUT).as_posix() for path in files}
-    listed = set()
-    for backend in ("cuda", "cpu"):
-        for component in Package.read(CHECKOUT, backend).components:
-            assert len(component.sources) == len(set(component.sources))
-            listed.update(component.sources)
-    assert listed == existing - {"torch-ext/registration.h"}  # kernel-builder generates it
 
 
 def test_flake_inputs_are_locked():
@@ -152,31 +142,23 @@ def test_variant_holds_the_package_and_nothing_else(variant, extension):
     assert files == package | {"_ops.py", "metadata.json", extension.name, f"{MODULE}/__init__.py"}
 
 
-LOADERS = {
-    "get_local_kernel": (
-        "from pathlib import Path; from kernels import get_local_kernel\n"
-        "k = get_local_kernel(Path({variant!r}).parent)"
-    ),
-    "compatibility folder after get_kernel": (
-        "import sys; from kernels import get_kernel\n"
-        f"first = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)\n"
-        f"sys.path.insert(0, {{variant!r}})\nimport {MODULE} as k\n"
-        "assert k.rms_norm is first.rms_norm"
-    ),
-}
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_loads(variant, device, loader):
-    code = LOADERS[loader].format(variant=str(variant))
-    code += f"\nimport torch\nx = torch.ones(2, 8, device={device!r})"
-    code += "\nprint(len(k.__all__), float(k.rms_norm(x).sum()))"
-    names, total = run_python(code).split()
+def test_loads(kernel, variant, device, monkeypatch):
+    """By the compatibility folder too: after `get_kernel`, and as the first import in a process."""
+    monkeypatch.syspath_prepend(variant)
+    importlib.import_module(MODULE)
+    assert sys.modules.pop(MODULE).rms_norm is kernel.rms_norm
+    names, total = run_python(
+        f"import sys; sys.path.insert(0, {str(variant)!r})\nimport {MODULE} as k\n"
+        "import torch; from pathlib import Path; from kernels import get_local_kernel\n"
+        f"assert get_local_kernel(Path({str(variant.parent)!r})).rms_norm is k.rms_norm\n"
+        f"x = torch.ones(2, 8, device={device!r})\n"
+        "print(len(k.__all__), float(k.rms_norm(x).sum()))"
+    ).split()
     assert int(names) == len(literal_all())
     assert float(total) == pytest.approx(16, rel=1e-4)
 
 
 def test_abi(variant):
-    process = run(sys.executable, TOOLS / "check_abi.py", variant)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r"limited API of Python 3\.9 +ok", process.stdout)
+    result = CliRunner().invoke(check_abi.main, [str(variant)])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"limited API of Python 3\.9 +ok", result.output)

@@ -28,28 +28,16 @@ COPIED += tuple(f"torch-ext/{MODULE}/{name}.py" for name in ("__init__", "layers
 class Release:
     """A checkout with variants of both backends: this checkout's build, with the metadata of others."""
 
-    def __init__(self, root: Path, build: Path, commit: str):
-        self.root, self.build, self.commit = root, build, commit
+    def __init__(self, root: Path, commit: str):
+        self.root, self.commit = root, commit
 
-    def write(self, backend, **changes):
-        """Writes the variant. `changes` are to its metadata.json."""
-        variant = self.root / "build" / VARIANTS[backend]
-        shutil.rmtree(variant, ignore_errors=True)
-        ignored = shutil.ignore_patterns("__pycache__", "*.abi3.so", "metadata.json")
-        shutil.copytree(self.build, variant, ignore=ignored)
-        metadata = json.loads((self.build / "metadata.json").read_text())
-        metadata["id"] = f"_{MODULE}_{backend}_{self.commit[:7]}"
-        metadata["backend"] = {"type": backend}
-        metadata["provenance"] = kernel_of(self)
-        metadata.update(changes)
-        (extension,) = self.build.glob("*.abi3.so")
-        shutil.copy(extension, variant / f"{metadata['id']}.abi3.so")
-        digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
-        metadata["digest"] = {"algorithm": "sha256", "files": digest.files}
-        (variant / "metadata.json").write_text(json.dumps(metadata))
+    def folder(self, backend) -> Path:
+        return self.root / "build" / VARIANTS[backend]
 
-    def file(self, backend, name) -> Path:
-        return self.root / "build" / VARIANTS[backend] / name
+    def edit(self, backend, **changes):
+        """Changes the variant's metadata.json, which has no digest of its own."""
+        path = self.folder(backend) / "metadata.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
     def dry_run(self, *options):
         return invoke("--root", self.root, "--dry-run", *options)
@@ -86,24 +74,30 @@ def complete(tmp_path_factory, kernel):
     for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "release")):
         assert run("git", "-C", root, *command).returncode == 0
     commit = run("git", "-C", root, "rev-parse", "HEAD").stdout.strip()
-    release = Release(root, Path(kernel.__file__).parent, commit)
+    release, build = Release(root, commit), Path(kernel.__file__).parent
+    (extension,) = build.glob("*.abi3.so")
     for backend in VARIANTS:
-        release.write(backend)
+        folder, name = release.folder(backend), f"_{MODULE}_{backend}_{commit[:7]}"
+        shutil.copytree(build, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / extension.name).rename(folder / f"{name}.abi3.so")
+        files = Digest.hash_variant(DigestAlgorithm.SHA256, folder).files
+        changes = {"id": name, "backend": {"type": backend}, "provenance": kernel_of(release)}
+        release.edit(backend, digest={"algorithm": "sha256", "files": files}, **changes)
     return release
 
 
 @pytest.fixture
 def release(complete, tmp_path):
     shutil.copytree(complete.root, tmp_path, dirs_exist_ok=True)
-    return Release(tmp_path, complete.build, complete.commit)
+    return Release(tmp_path, complete.commit)
 
 
 def test_dry_run_lists_what_would_be_uploaded(release):
     """Signatures too, and no bytecode."""
-    cached = release.file("cpu", "__pycache__/layers.cpython-311.pyc")
+    cached = release.folder("cpu") / "__pycache__/layers.cpython-311.pyc"
     cached.parent.mkdir()
     cached.write_bytes(b"")
-    release.file("cpu", "metadata.json.sigstore").write_text("{}")
+    (release.folder("cpu") / "metadata.json.sigstore").write_text("{}")
     result = release.dry_run()
     assert result.exit_code == 0 and result.stderr == "", result.output
     *lines, last = result.stdout.splitlines()
@@ -122,17 +116,17 @@ def test_dry_run_lists_what_would_be_uploaded(release):
 
 
 def test_one_backend(release):
-    shutil.rmtree(release.root / "build" / VARIANTS["cuda"])
+    shutil.rmtree(release.folder("cuda"))
     result = release.dry_run("--backend", "cpu")
     assert result.exit_code == 0 and VARIANTS["cpu"] in result.stdout
 
 
 def remove(backend):
-    return lambda release: shutil.rmtree(release.root / "build" / VARIANTS[backend])
+    return lambda release: shutil.rmtree(release.folder(backend))
 
 
 def change_a_byte(release):
-    path = release.file("cuda", "layers.py")
+    path = release.folder("cuda") / "layers.py"
     path.write_bytes(path.read_bytes().replace(b"eps", b"epz", 1))
 
 
@@ -155,29 +149,29 @@ REFUSED = {
         "File hash mismatch for layers.py: expected: .*, got: .*",
     ),
     "missing file": (
-        lambda release: release.file("cuda", "layers.py").unlink(),
+        lambda release: (release.folder("cuda") / "layers.py").unlink(),
         "{root}/build/{cuda} does not match its metadata.json: Missing file: layers.py",
     ),
     "uncommitted changes": (
-        lambda release: release.write("cuda", provenance=kernel_of(release, dirty=True)),
+        lambda release: release.edit("cuda", provenance=kernel_of(release, dirty=True)),
         "{cuda} was built with uncommitted changes: build it again from a clean checkout",
     ),
     "other commit": (
-        lambda release: release.write("cuda", provenance=kernel_of(release, commit="1" * 40)),
+        lambda release: release.edit("cuda", provenance=kernel_of(release, commit="1" * 40)),
         "{cuda} was built from commit 1{40}, the checkout is at {commit}: "
         "build it again from a clean checkout",
     ),
     "no commit": (
-        lambda release: release.write("cuda", provenance={"kernel-builder": {"version": "1"}}),
+        lambda release: release.edit("cuda", provenance={"kernel-builder": {"version": "1"}}),
         "{cuda} was built from commit unknown, the checkout is at {commit}: "
         "build it again from a clean checkout",
     ),
     "other version": (
-        lambda release: release.write("cuda", version=2),
+        lambda release: release.edit("cuda", version=2),
         "{cuda} is of version 2, build.toml has version 1: build it again from a clean checkout",
     ),
     "local build": (
-        lambda release: release.write(
+        lambda release: release.edit(
             "cuda",
             provenance=kernel_of(release) | {"kernel-builder": {"version": publish.LOCAL_BUILDER}},
         ),
@@ -200,7 +194,7 @@ def test_refuses(release, name):
 def test_verify(release):
     result = invoke("--verify", release.root)
     assert result.exit_code == 0
-    folder = release.root / "build" / VARIANTS["cuda"]
+    folder = release.folder("cuda")
     count = sum(path.is_file() for path in folder.rglob("*"))
     names = sorted(VARIANTS.values())
     assert result.stdout == "".join(f"{n}: {count} files match metadata.json\n" for n in names)
