@@ -9,7 +9,6 @@ import click
 import pytest
 import torch
 import torch._dynamo.testing
-from click.testing import CliRunner
 
 from conftest import CHECKOUT
 
@@ -93,9 +92,7 @@ BLOCK = [
     ("void h100_diffusers_kernels::attention", "attention"),
     ("nvjet_o", "matrix_products"),
     ("void h100_diffusers_kernels::gated_residual", "ours"),
-    ("elementwise", "others"),
-    ("elementwise", "others"),
-    ("elementwise", "others"),
+    *[("elementwise", "others")] * 3,
     ("Memcpy DtoD", "others"),
 ]
 
@@ -119,15 +116,14 @@ def test_kernels_of_a_block_in_the_middle(skipped):
     events = forward_events(5 if skipped else 4, skipped)
     block = bench_block_timeline.middle_block(events[::-1])
     assert [(kernel["name"], kernel["class"]) for kernel in block] == BLOCK
-    assert [kernel["start_us"] for kernel in block] == [11.0 * i for i in range(len(BLOCK))]
-    assert [kernel["end_us"] for kernel in block] == [11.0 * i + 10 for i in range(len(BLOCK))]
+    times = [(kernel["start_us"], kernel["end_us"]) for kernel in block]
+    assert times == [(11.0 * i, 11.0 * i + 10) for i in range(len(BLOCK))]
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
         ("n" + "qaof" * 3 + "qaor", (1, 4, 3)),  # a kernel ends a block and begins the next one
-        ("xyz" + "aab" * 4 + "y", (3, 3, 4)),
         ("cccc" + "qaoqaf" * 2, (4, 6, 2)),
         ("abc", (0, 0, 0)),
     ],
@@ -136,23 +132,13 @@ def test_names_that_repeat(names, expected):
     assert bench_block_timeline.repeated(names) == expected
 
 
-def test_a_trace_without_repeated_blocks_has_no_timeline():
-    with pytest.raises(RuntimeError, match="of 28 kernels none repeat"):
-        bench_block_timeline.middle_block(forward_events(2))
-
-
-def test_a_timeline_needs_a_gpu():
-    result = CliRunner().invoke(bench_block_timeline.main, ["--device", "cpu"])
-    assert result.exit_code == 2 and "a timeline of GPU kernels needs a GPU" in result.output
-
-
 def test_idle_time_is_what_no_kernel_covers():
     intervals = [(10.0, 14.0), (0.0, 5.0), (3.0, 4.0), (12.0, 13.0), (20.0, 21.0)]
     assert kernel_times.idle(intervals) == pytest.approx(5.0 + 6.0)
     assert kernel_times.covered(intervals) == pytest.approx(5.0 + 4.0 + 1.0)
 
 
-@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcdef"])
+@pytest.mark.parametrize("names", ["a", "abc", "abcdef"])
 def test_functions_take_turns_in_balanced_orders(names):
     """Each function follows each other equally often, and gets its own samples."""
     orders = list(itertools.islice(timing.balanced_orders(names), 2 * len(names)))
@@ -175,23 +161,13 @@ def test_functions_take_turns_in_balanced_orders(names):
 @pytest.mark.parametrize("late_samples", [0, 2, 100])
 def test_sample_is_taken_again_where_the_host_was_late(monkeypatch, late_samples):
     slept, samples = [], iter(range(1000))
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            pass
-
-        synchronize = record
-
-        def query(self):
-            return next(samples) < late_samples
-
-        def elapsed_time(self, end):
-            return 0.004
-
-    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    event = types.SimpleNamespace(
+        record=lambda: None,
+        synchronize=lambda: None,
+        query=lambda: next(samples) < late_samples,
+        elapsed_time=lambda end: 0.004,
+    )
+    monkeypatch.setattr(timing.torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(timing.torch.cuda, "_sleep", slept.append, raising=False)
     if late_samples < 100:
         assert timing.Stopwatch._sample(lambda: None, lambda: None) == 4
@@ -244,50 +220,24 @@ def test_host_time_is_without_waiting_and_wall_time_with_it(monkeypatch, measure
 # Rates
 
 
-@pytest.mark.parametrize(
-    ("module", "workload", "moved"),
-    [
-        (
-            bench_group_norm,
-            Workload("group_norm", (2, 64, 6, 5), bench_group_norm.CHANNELS_LAST),
-            (2 * 2 * 64 * 30 + 2 * 64) * 2,
-        ),
-        (
-            bench_group_norm,
-            Workload("channel_rms_norm", (1, 96, 2, 6, 8), bench_group_norm.MODULATED),
-            (2 * 96 * 96 + 2 * 96) * 2,
-        ),
-        (
-            bench_activation,
-            Workload("swiglu", (2, 6, 128), "first, beside"),
-            2 * 6 * (128 + 64) * 2,
-        ),
-        (
-            bench_gated_residual,
-            Workload("gated_residual_rms_norm_modulate", (2, 6, 128)),
-            (2 * 6 * 128 * 4 + 3 * 2 * 128) * 2,
-        ),
-        (  # weights, coordinates and frequencies are read once
-            bench_rope,
-            Workload("qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES),
-            4 * 2 * 6 * 128 * 2 + 2 * 128 * 2 + (2 * 6 * 3 + 128 // 6) * 4,
-        ),
-        (  # only the written rows of the buffers
-            bench_rope,
-            Workload("qk_norm_rope", (1, 6, 2, 64), bench_rope.PER_HEAD + bench_rope.JOINT),
-            6 * 6 * 128 * 2 + 2 * 64 * 2 + 2 * 6 * 64 * 4,
-        ),
-        (
-            bench_rope,
-            Workload("rope", (2, 6, 2, 64), f"half{bench_rope.PAIR_TABLES}"),
-            2 * 2 * 6 * 2 * 64 * 2 + 2 * 6 * 32 * 4,
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Workload) else "",
-)
-def test_bytes_are_those_that_must_move(kernel, device, module, workload, moved):
-    case = module.FAMILY.build(workload, kernel, torch.device(device))
-    results = getattr(kernel, workload.operation)(*case.arguments, **case.options)
+JOINT_PER_HEAD = bench_rope.PER_HEAD + bench_rope.JOINT
+# A family, an operation, its shape and variant, and the bytes: weights, coordinates and frequencies are read
+# once, and of joint buffers only the written rows count.
+MOVED = [
+    (bench_group_norm, "group_norm", (2, 64, 6, 5), bench_group_norm.CHANNELS_LAST, 15616),
+    (bench_group_norm, "channel_rms_norm", (1, 96, 2, 6, 8), bench_group_norm.MODULATED, 37248),
+    (bench_activation, "swiglu", (2, 6, 128), "first, beside", 2 * 6 * (128 + 64) * 2),
+    (bench_gated_residual, "gated_residual_rms_norm_modulate", (2, 6, 128), "", 13824),
+    (bench_rope, "qk_norm_rope", (2, 6, 128), bench_rope.COORDINATES, 12288 + 512 + 228),
+    (bench_rope, "qk_norm_rope", (1, 6, 2, 64), JOINT_PER_HEAD, 9216 + 256 + 3072),
+    (bench_rope, "rope", (2, 6, 2, 64), f"half{bench_rope.PAIR_TABLES}", 6144 + 1536),
+]
+
+
+@pytest.mark.parametrize(("module", "operation", "shape", "variant", "moved"), MOVED)
+def test_bytes_are_those_that_must_move(kernel, device, module, operation, shape, variant, moved):
+    case = module.FAMILY.build(Workload(operation, shape, variant), kernel, torch.device(device))
+    results = getattr(kernel, operation)(*case.arguments, **case.options)
     assert comparison.moved_bytes(case, comparison.outputs(results)) == moved
 
 
@@ -385,21 +335,11 @@ def attention_peer(function, takes_bias=True):
     """A library with this attention."""
 
     def attention(*args, key_bias=None):
-        if key_bias is None:
-            return peers.Call(lambda: function(*args))
-        return peers.Call(lambda: function(*args, key_bias)) if takes_bias else None
+        if key_bias is not None and not takes_bias:
+            return None
+        return peers.Call(lambda: function(*args, key_bias))
 
     return types.SimpleNamespace(attention=attention)
-
-
-def measured_attention(kernel, libraries, workload, kinds, ceilings=None):
-    stopwatch = timing.Stopwatch(CPU)
-    settings = bench_attention.Settings(kernel, libraries, stopwatch, ceilings or {}, 1, CPU)
-    return bench_attention.measure(workload, kinds, settings)
-
-
-PLAIN, MASKED = bench_attention.TINY_WORKLOADS[1], bench_attention.TINY_WORKLOADS[-1]
-OURS = types.SimpleNamespace(attention=plain_attention)
 
 
 def test_attention_beside_its_peers():
@@ -414,9 +354,11 @@ def test_attention_beside_its_peers():
         "flash": attention_peer(raises),
         "fa3": attention_peer(plain_attention, takes_bias=False),
     }
-    kinds = ("std 1", "large range", "std 3")
+    ours, stopwatch = types.SimpleNamespace(attention=plain_attention), timing.Stopwatch(CPU)
     ceilings = {"wgmma": 900.0, "exp2": 4.0}
-    entry = measured_attention(OURS, libraries, MASKED, kinds, ceilings)
+    settings = bench_attention.Settings(ours, libraries, stopwatch, ceilings, 1, CPU)
+    kinds, masked = ("std 1", "large range", "std 3"), bench_attention.TINY_WORKLOADS[-1]
+    entry = bench_attention.measure(masked, kinds, settings)
     assert entry["declined"] == ["fa3"] and list(entry["inputs"]) == list(kinds)
     for kind, of_kind in entry["inputs"].items():
         compared = [] if kind == "large range" else ["cudnn"]
@@ -424,8 +366,8 @@ def test_attention_beside_its_peers():
         assert ("cudnn" in of_kind["failed"]) == (kind == "large range")
         assert list(of_kind["cold"]["over"]) == list(of_kind["error_over"]) == compared
         assert of_kind["cold"]["bounds_teraflops_per_second"] == {"wgmma": 900.0, "exp2": 1024.0}
-    (plain,) = measured_attention(OURS, libraries, PLAIN, ("std 1",))["inputs"].values()
-    assert "fa3" in plain["cold"]["over"]
+    plain = bench_attention.measure(bench_attention.TINY_WORKLOADS[1], ("std 1",), settings)
+    assert "fa3" in plain["inputs"]["std 1"]["cold"]["over"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -469,16 +411,8 @@ def measured_graphs(kernel, modes=("eager", "injected", models.GRAPHS)):
 def test_captured_forwards_are_timed():
     result = measured_graphs(Replaying())
     of_weights = result["weights"]["peaked"]
-    graphs, eager = of_weights["modes"][models.GRAPHS], of_weights["modes"]["eager"]
-    assert graphs["graphs"]["captured"] == 1
-    assert graphs["graphs"]["replayed"] >= 2 * (of_weights["calls"] + 1)
-    for ratio, time in (("speedups", "wall_ms"), ("host_over_eager", "host_ms")):
-        over = eager[time]["median"] / graphs[time]["median"]
-        shown = of_weights[ratio][models.GRAPHS]
-        assert (shown["eager"] if ratio == "speedups" else 1 / shown) == pytest.approx(over)
-    first = result["first_calls"][models.GRAPHS]
-    plain = sorted(result["first_calls"]["injected"]["calls_ms"][1:])[2]
-    assert first["capturing_over_plain"] == first["capturing_call_ms"]["median"] / plain
+    counts = of_weights["modes"][models.GRAPHS]["graphs"]
+    assert counts["captured"] == 1 and counts["replayed"] >= 2 * (of_weights["calls"] + 1)
 
 
 @pytest.mark.parametrize("modes", [("eager", "injected", models.GRAPHS), (models.GRAPHS,)])
