@@ -81,22 +81,38 @@ def assert_same_outcome(model, plain, *args, slack=1e-5, **kwargs):
     return expected
 
 
+# The ratio of two relative errors of n elements has a standard deviation of at most 1.25 / sqrt(n), as
+# measured for 16 samples of 100 models. Correct models whose errors are more correlated have lower ratios.
+SPREAD = 1.25
+
+
 def assert_as_close_as_eager(model, plain, make_arguments, samples=8, forward=run, dtype=None):
     """The distance from the float32 model is at most 1.05 times that of the eager model, `plain`.
 
-    `make_arguments(dtype, seed)` makes the same values in each dtype, by default the first parameter's.
+    Three standard deviations are allowed for chance, so that the verdict does not depend on the processor.
+
+    Args:
+        make_arguments: `make_arguments(dtype, seed)` makes the same values in each dtype.
+        dtype: by default that of the first parameter.
+
+    Returns:
+        The eager model's relative error.
     """
     exact = copy.deepcopy(plain).float()
     dtype = next(plain.parameters()).dtype if dtype is None else dtype
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares, elements = torch.zeros(3, dtype=torch.float64), 0
     for seed in range(samples):
         arguments = make_arguments(dtype, seed)
         expected = forward(exact, as_float32(arguments, dtype)).double()
+        elements += expected.numel()
         for i, candidate in enumerate((model, plain)):
             squares[i] += (forward(candidate, arguments) - expected).square().sum().cpu()
-    error, eager_error = squares.sqrt().tolist()
-    assert eager_error > 0
-    assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+        squares[2] += expected.square().sum().cpu()
+    error, eager_error, norm = squares.sqrt().tolist()
+    assert 0 < eager_error < 0.2 * norm
+    limit = 1.05 + 3 * SPREAD / elements**0.5
+    assert error <= limit * eager_error, f"{error / eager_error:.3f} of the eager model's error"
+    return eager_error / norm
 
 
 def as_float32(arguments, dtype):
