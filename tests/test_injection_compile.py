@@ -21,11 +21,13 @@ def operators(graph_module):
     return dict(Counter(operation for operation in found if operation is not None))
 
 
-CASES = {
+CASES = {  # options of the model and of a forward
     "float32": ({}, {}),
-    "a timestep for each token": ({}, {"per_token": True}),
-    "coordinates": ({}, {"video_coords": torch.rand(2, 3, 24)}),
-    "attention": (BFLOAT16, {}),
+    "coordinates and timesteps of each token": (
+        {},
+        {"video_coords": torch.rand(2, 3, 24), "per_token": True},
+    ),
+    "attention of two blocks": ({**BFLOAT16, "blocks": 2}, {}),
     "attention without a mask": (BFLOAT16, {"mask": None}),
 }
 
@@ -34,16 +36,18 @@ CASES = {
 def test_whole_graph(kernel, device, case):
     """One graph that holds the operators, compiled once for all inputs of their shapes."""
     config, options = CASES[case]
+    config = {"blocks": 1, **config}
     model, plain, _ = pair(kernel, device, **config)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     options = {k: v.to(device) if k == "video_coords" else v for k, v in options.items()}
-    slack = None if config else SLACK
+    has_attention = "dtype" in config
+    slack = None if has_attention else SLACK
     for _ in range(2):
         assert_alike(compiled, plain, inputs(model, **options), times=1, slack=slack)
     assert counter.frame_count == 1
-    attention = {"attention": 2} if config else {}
-    assert operators(counter.graphs[0]) == calls_of(2, joined=0, **attention)
+    attention = {"attention": 2} if has_attention else {}
+    assert operators(counter.graphs[0]) == calls_of(config["blocks"], joined=0, **attention)
 
 
 @pytest.mark.slow
@@ -53,7 +57,9 @@ def test_inductor(kernel, device):
     assert_alike(torch.compile(model, fullgraph=True), plain, inputs(model))
 
 
-@pytest.mark.parametrize("config", [{}, BFLOAT16], ids=["float32", "attention"])
+@pytest.mark.parametrize(
+    "config", [{}, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=["float32", "attention"]
+)
 def test_gradients_of_a_compiled_model(kernel, device, config):
     model, plain, _ = pair(kernel, device, blocks=1, **config)
     model.compile(fullgraph=True, backend="aot_eager")

@@ -158,10 +158,10 @@ def test_counts_of_each_module_are_its_own(kernel, injected, capfd):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_code_counts_nothing(injected):
-    model, report, arguments = injected
+def test_compiled_code_counts_nothing(kernel, device):
+    model, _, report = pair(kernel, device, blocks=1, **BFLOAT16)
     before = counts(report)
-    run(torch.compile(model, fullgraph=True, backend="eager"), arguments)
+    run(torch.compile(model, fullgraph=True, backend="eager"), inputs(model))
     assert counts(report) == before
 
 

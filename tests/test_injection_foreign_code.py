@@ -231,7 +231,7 @@ MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for 
 def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
     make_mode, _ = MODES[mode]
-    config = {} if family in (UNET, PIXART, PRX) else KERNEL_HEADS
+    config = {} if family in (UNET, PIXART, PRX) else {**KERNEL_HEADS, **family.one_block}
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []

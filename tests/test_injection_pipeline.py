@@ -8,7 +8,7 @@ from ltx_models import calls_of, kernel_calls, pipeline, prompts
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-STEPS = 3
+STEPS = 2
 SIZE = {"height": 64, "width": 96, "num_frames": 17, "num_inference_steps": STEPS}
 
 
@@ -20,11 +20,6 @@ def latents(pipe, device, seed=0, **options):
     generator = torch.Generator("cpu").manual_seed(seed)
     arguments = {**SIZE, **prompts(device), "output_type": "latent", **options}
     return pipe(**arguments, generator=generator).frames
-
-
-def assert_close(result, expected):
-    assert expected.isfinite().all() and expected.std() > 0.1
-    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.kernels_ci
@@ -43,13 +38,10 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
     )
     calls.pop("channel_rms_norm", None)  # of the autoencoder, which encodes an image
     assert calls == calls_of(2 * STEPS, joined=STEPS)
-    assert_close(results[0], expected)
+    assert expected.isfinite().all() and expected.std() > 0.1
+    torch.testing.assert_close(results[0], expected, rtol=1e-3, atol=1e-3)
     kernel.eject_kernels(pipe)
-    result = latents(pipe, device, guidance_scale=guidance_scale)
-    if device == "cpu":
-        assert torch.equal(result, expected)
-    else:
-        assert_close(result, expected)  # cuDNN may encode an image with different bits each time
+    assert kernel_calls(lambda: latents(pipe, device, num_inference_steps=1)) == {}
 
 
 def test_pipeline_with_nothing_known(kernel, device):
