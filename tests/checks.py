@@ -116,7 +116,7 @@ def outcome(function, arguments):
 def compiled_outcome(function, arguments):
     """The same for a call traced by Dynamo."""
     torch._dynamo.reset()
-    return outcome(torch.compile(lambda **given: function(**given), backend="eager"), arguments)
+    return outcome(torch.compile(function, backend="eager"), arguments)
 
 
 def clone_storage(tensor):

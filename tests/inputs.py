@@ -386,6 +386,13 @@ IN_BLOCKS = "_in_blocks"
 FP8_CALLS = [
     *FP8_OPERATIONS,
     *(name + IN_BLOCKS for name in ("quantize_fp8", "swiglu_fp8", *FP8_PRODUCTS)),
+    *(f"{name}_fp8{BRANCH}" for name in BRANCH_OPERATIONS if f"{name}_fp8" in WITH_FP8_RESULT),
+    *(
+        f"{name}_fp8{form}"
+        for name in TABLE_OPERATIONS
+        for form in (TABLE_ROWS, INDEXED)
+        if f"{name}_fp8" in WITH_FP8_RESULT
+    ),
 ]
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
@@ -656,7 +663,8 @@ def without_optional(name, arguments):
     """The same call without optional arguments, except those that affect the meaning of its tensors."""
     parameters, left_out = parameters_of(name), {*optional_tensors(name)}
     kept = ["rope", "k_rope", "sin", "heads", "return_lse"]
-    if not left_out >= {*TABLE.get(operation_of(name), Operation()).modulations}:
+    operation = TABLE.get(operation_of(name).removesuffix("_fp8"), Operation())
+    if not left_out >= {*operation.modulations}:
         kept.append("index")  # of the tables
     return {
         key: None if key in left_out else value

@@ -1,7 +1,6 @@
 """Activations with a quantized result: E4M3 rows and a scale for each row or block, from the unrounded
 values."""
 
-import inspect
 import math
 
 import pytest
@@ -207,33 +206,6 @@ def test_attention_beside_activation(kernel, device):
 
 # --------------------------------------------------------------------------------------------------
 # Errors
-
-
-@every_activation
-def test_same_signature_and_errors_as_the_unquantized_activation(kernel, device, activation):
-    name, choices = QUANTIZED[activation]
-    plain, quantized = getattr(kernel, name), getattr(kernel, f"{name}_fp8")
-    parameters = dict(inspect.signature(plain).parameters)
-    del parameters["out"]
-    given = dict(inspect.signature(quantized).parameters)
-    if activation in WITH_BLOCKS:
-        del given["block_size"], given["out"]
-    assert given == parameters
-    x = normal(2, 64, dtype=torch.bfloat16, device=device)
-    wrong = [
-        {"x": x.int()},
-        {"x": x, "bias": x[0, :7]},
-        {"x": x, "bias": x[0].float()},
-        {"x": x[:, ::2]},
-        {"x": [1.0]},
-        {"x": x, "activated": "third"} if name in GATED else {"x": x, "approximate": "cube"},
-    ]
-    wrong += [{"x": x[:, :63]}] * (name in GATED)
-    for arguments in wrong:
-        kind, text = outcome(plain, {**choices, **arguments})
-        assert kind in (TypeError, ValueError)
-        expected = text.replace(f"{name}:", f"{name}_fp8:", 1)
-        assert outcome(quantized, {**choices, **arguments}) == (kind, expected)
 
 
 @pytest.mark.parametrize("block_size", [64, 0, True, 128.0, "128"])

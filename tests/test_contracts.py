@@ -92,14 +92,8 @@ def operators_called(kernel, function, arguments):
     return calls
 
 
-@pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
-@pairwise(
-    call=ALL_AND_FP8_CALLS,
-    layout=["contiguous", "chunk", "transposed"],
-    dtype=[torch.float32, torch.bfloat16],
-)
-def test_opcheck(kernel, device, call, layout, dtype, has_optional):
-    """Torch's checks of each operator that a call runs, with its arguments."""
+def check_operator(kernel, device, call, layout, dtype, has_optional, *checks):
+    """Runs Torch's checks of the operator that a call runs, with its arguments."""
     name, in_place = call
     options = {"device": device, "layout": layout, "shape": (2, 3, 32)}
     function, arguments = any_call(
@@ -110,20 +104,38 @@ def test_opcheck(kernel, device, call, layout, dtype, has_optional):
         arguments = {**without_optional(name, arguments), **kept}
     calls = operators_called(kernel, function, arguments)
     assert len(calls) == 1
-    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     # The schema check does arithmetic with the inputs, which PyTorch does not support in FP8.
-    if all(t.dtype != torch.float8_e4m3fn for t in tensors_of(calls[0][1])):
-        checks.append("test_schema")
+    if any(t.dtype == torch.float8_e4m3fn for t in tensors_of(calls[0][1])):
+        checks = [check for check in checks if check != "test_schema"]
     torch.library.opcheck(*calls[0], test_utils=checks)
 
 
-def test_every_registered_operator_is_tested_and_they_are_few(kernel):
+OPCHECKED = {
+    "call": ALL_AND_FP8_CALLS,
+    "layout": ["contiguous", "chunk", "transposed"],
+    "dtype": [torch.float32, torch.bfloat16],
+}
+
+
+@pytest.mark.drawn(pairs=[("call", "has_optional")])
+@pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
+@pairwise(**OPCHECKED)
+def test_opcheck(kernel, device, call, layout, dtype, has_optional):
+    checks = ["test_autograd_registration", "test_faketensor", "test_schema"]
+    check_operator(kernel, device, call, layout, dtype, has_optional, *checks)
+
+
+@pairwise(**OPCHECKED, has_optional=[True, False])
+def test_opcheck_of_aot_dispatch(kernel, device, call, layout, dtype, has_optional):
+    """With symbolic sizes: nearly all the time of the checks."""
+    check_operator(kernel, device, call, layout, dtype, has_optional, "test_aot_dispatch_dynamic")
+
+
+def test_every_registered_operator_is_tested(kernel):
     options = {"dtype": torch.bfloat16, "device": "cuda" if torch.cuda.is_available() else "cpu"}
     calls = [any_call(kernel, *call, **options) for call in ALL_AND_FP8_CALLS]
     called = {op for call in calls for op, _ in operators_called(kernel, *call)}
-    operators = set(registered(kernel).values())
-    assert called == operators
-    assert len(operators) <= 28
+    assert called == set(registered(kernel).values())
 
 
 def test_every_public_operation_is_in_the_table(kernel):
@@ -305,7 +317,7 @@ def test_compile_with_a_length_that_is_known_when_it_runs(kernel, device, name):
 
     x = normal(1, 9, 2, 64, dtype=torch.bfloat16, device=device)
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         for length in (5, 7):
             count = torch.tensor(length)
@@ -378,7 +390,8 @@ def test_threads_with_rows_of_different_lengths(kernel, device):
     rows = [torch.randn(4, length, device=device) for length in (2**14, 2**17, 2**18, 2**19)]
     expected = [kernel.softmax(x) for x in rows]
     with ThreadPoolExecutor(len(rows)) as threads:
-        results = threads.map(lambda x: [kernel.softmax(x) for _ in range(50)], rows)
+        launches = 50 if device == "cuda" else 5
+        results = threads.map(lambda x: [kernel.softmax(x) for _ in range(launches)], rows)
         for first, outs in zip(expected, results, strict=True):
             for out in outs:
                 assert_same_bits(out, first)

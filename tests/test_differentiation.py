@@ -110,10 +110,11 @@ def check_gradients(kernel, name, arguments):
         assert error <= limit or error < 1e-9, f"gradient {i}: error {error:.3g}, limit {limit:.3g}"
 
 
+@pytest.mark.drawn(pairs=[("name", "has_optional")])
 @pytest.mark.parametrize("has_optional", [True, False], ids=["everything", "nothing_optional"])
 @pairwise(name=CALLS, dtype=DTYPES)
 def test_gradients(kernel, device, name, dtype, has_optional):
-    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 4096)}
+    options = {"dtype": narrowed(dtype, name), "device": device, "shape": (2, 64, 1024)}
     _, arguments = sample(kernel, name, **options)
     check_gradients(kernel, name, arguments if has_optional else without_optional(name, arguments))
 
@@ -290,14 +291,15 @@ def test_tangent_of_each_input_alone(kernel, device, name, mode):
             assert any(tangent is not None and tangent.any() for tangent in tangents)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_jvp_compiled(kernel, device, name):
+def test_jvp_compiled(kernel, device, name, backend):
     function, arguments = small_call(kernel, device, name)
     call, leaves = of_differentiable(function, arguments)
     tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda *given: jvp(call, given, tangents), fullgraph=True, backend="aot_eager"
+        lambda *given: jvp(call, given, tangents), fullgraph=True, backend=backend
     )
     outs, expected = compiled(*leaves), jvp(call, tuple(leaves), tangents)
     for out, reference in zip(tensors_of(outs), tensors_of(expected), strict=True):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ from inputs import (
     TABLE,
     TABLE_OPERATIONS,
     TABLE_ROWS,
+    WITH_FP8_RESULT,
     coordinates_and_frequencies,
     dtype_text,
     every_second,
@@ -244,7 +246,7 @@ for name, (leader, *followers) in ARGUMENTS.items():
             wide, longer_rows = (BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN)
             wrong_shapes(name, argument, wide, longer_rows, (SEQ, HIDDEN), (HIDDEN,))
     if "eps" in parameters_of(name):
-        wrong_values(name, "eps", "1e-6", None)
+        wrong_values(name, "eps", "1e-6", None, True)
     for argument, _ in operation.strings:
         wrong_values(name, argument, "foo", "", None, True, 3)
 
@@ -603,12 +605,17 @@ def wrong_call(kernel, case, device):
     return function, arguments, sentence(operation_of(case.operation), case.argument, case.got)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", MISTAKES, ids=str)
 def test_mistakes(kernel, device, case):
     function, arguments, pattern = wrong_call(kernel, case, device)
     with torch.no_grad():
         message = refused_unchanged(function, arguments, pattern)
         expected = outcome(function, arguments)
+        name = function.__name__
+        if f"{name}_fp8" in WITH_FP8_RESULT:
+            text = message.replace(f"{name}:", f"{name}_fp8:", 1)
+            assert outcome(getattr(kernel, f"{name}_fp8"), arguments) == (expected[0], text)
         is_of_outputs = case.argument in ("v", "out", "q_out")
         if case.operation in QK_OPERATIONS and not is_of_outputs:
             in_place = {**arguments, "inplace": True}
@@ -620,22 +627,40 @@ def test_mistakes(kernel, device, case):
             tensor.requires_grad_(False)
 
 
-# Every ninth case is enough for a quick run.
-TRACED = [
-    pytest.param(case, marks=[pytest.mark.slow] if i % 9 else [], id=str(case))
-    for i, case in enumerate(MISTAKES)
-]
+@pytest.mark.parametrize("name", WITH_FP8_RESULT)
+def test_fp8_results_take_the_same_arguments(kernel, name):
+    plain, quantized = (dict(parameters_of(n)) for n in (name.removesuffix("_fp8"), name))
+    for of_results in ("out", "block_size"):
+        plain.pop(of_results, None)
+        quantized.pop(of_results, None)
+    assert list(quantized.values()) == list(plain.values())
 
 
-@pytest.mark.parametrize("case", TRACED)
-def test_mistakes_when_traced(kernel, device, case):
-    function, arguments, _ = wrong_call(kernel, case, device)
-    expected = outcome(function, arguments)
-    assert compiled_outcome(function, arguments) == expected
-    leaders = [t for t in tensors_of(arguments) if t.is_floating_point() and not t.is_meta]
-    if leaders and case.argument not in ("v", "out", "q_out"):
+def traced_mistakes():
+    """Each with and without gradients; one in nine is not slow. Operation and argument are parameters of
+    their own, for draws."""
+    counts, cases = Counter(), []
+    for i, case in enumerate(MISTAKES):
+        place = case.operation, case.argument
+        number = counts[place]
+        counts[place] += 1
+        for requires_grad in (False, True):
+            name = f"{case}-{'grad' if requires_grad else 'no_grad'}"
+            marks = [pytest.mark.slow] if i % 9 else []
+            cases.append(pytest.param(*place, number, requires_grad, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("operation", "argument", "number", "requires_grad"), traced_mistakes())
+def test_mistakes_when_traced(kernel, device, operation, argument, number, requires_grad):
+    of_place = [m for m in MISTAKES if (m.operation, m.argument) == (operation, argument)]
+    function, arguments, _ = wrong_call(kernel, of_place[number], device)
+    if requires_grad:
+        leaders = [t for t in tensors_of(arguments) if t.is_floating_point() and not t.is_meta]
+        if not leaders or argument in ("v", "out", "q_out"):
+            pytest.skip("no input that may require grad")
         leaders[0].requires_grad_()
-        assert compiled_outcome(function, arguments) == expected
+    assert compiled_outcome(function, arguments) == outcome(function, arguments)
 
 
 SCALARS = [
@@ -819,71 +844,6 @@ def test_a_gpu_of_another_compute_capability(kernel, device, tmp_path, operation
     assert process.returncode != 0
     text = "x must be on a GPU of compute capability 9.0, got cuda:0 of compute capability 8.6"
     assert f"ValueError: {operation}: {text}" in process.stderr
-
-
-# Whole sentences, one for each kind of check: the operation, the change, the sentence after its name.
-WORDING = {
-    "shape": (
-        "rms_norm",
-        replace("weight", of_shape(32)),
-        "weight must have shape (64,), got (32,)",
-    ),
-    "dtype": (
-        "rms_norm",
-        replace("x", lambda x: x.to(torch.int64)),
-        "x must be float32, float16 or bfloat16, got int64",
-    ),
-    "stride": (
-        "rms_norm",
-        replace("x", every_second),
-        "x must have stride 1 in its last dimension, got stride 2",
-    ),
-    "choice": (
-        "qk_norm_rope",
-        replace("layout", lambda _: "foo"),
-        "layout must be 'interleaved' or 'half', got 'foo'",
-    ),
-    "table_shape": (
-        "qk_norm_rope",
-        replace("cos", of_shape(2, 8)),
-        "cos must have shape (S, d or d/2), (S, H*d), (1 or B, S, d or d/2), "
-        "(1 or B, S, H*d) or (1 or B, S, 1 or H, d or d/2) with B = 1, S = 2, H = 2, d = 32, "
-        "got (2, 8)",
-    ),
-    "groups": (
-        "group_norm",
-        replace("num_groups", lambda _: 4),
-        "num_groups must divide the channels of x (2), got 4",
-    ),
-    "pixels": (
-        "group_norm",
-        replace("x", lambda x: x.unflatten(2, (8, 8))[..., :4]),
-        "x must have no gaps between its spatial dimensions, got strides (128, 64, 8, 1)",
-    ),
-    "gaps": (
-        "channel_rms_norm",
-        replace("x", lambda x: x.unflatten(2, (4, 4, 4))[:, :, :, :2, :2]),
-        "x must have at most one gap between its spatial dimensions, got strides (128, 64, 16, 4, 1)",
-    ),
-    "pixels_or_channels": (
-        "channel_rms_norm",
-        replace("x", lambda x: x[:, :, ::2]),
-        "x must have stride 1 in its spatial dimensions or in its channels, got strides (128, 64, 2)",
-    ),
-    "key_heads": (
-        "attention",
-        replace("k", of_shape(1, 2, 3, 64)),
-        "k must have a number of heads that divides that of q (1), got 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WORDING)
-def test_wording(kernel, device, what):
-    operation, change, message = WORDING[what]
-    function, arguments = valid_call(kernel, operation, device, shape=(1, 2, 64), heads=2)
-    change(arguments)
-    assert_refused(function, arguments, re.compile(re.escape(f"{operation}: {message}")))
 
 
 @pytest.mark.parametrize("operation", ARGUMENTS)

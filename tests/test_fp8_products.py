@@ -38,6 +38,7 @@ from test_fp8 import (
     check_out,
     linear_arguments,
     one_term_of_each_block,
+    rows_of_many_tiles,
 )
 from test_norm_fp8 import rounded
 
@@ -197,10 +198,9 @@ def test_feed_forward(kernel, device, dtype):
     assert (out.double() - exact).norm() < 0.06 * exact.norm()
 
 
-# More tiles than a GPU has multiprocessors.
 @every_approximation
 def test_gelu_of_many_tiles(kernel, device, approximate):
-    size = (2305, 4104, 272, False)
+    size = (rows_of_many_tiles(2305, device), 4104, 272, False)
     check_gelu(kernel, gelu_arguments(*size, approximate=approximate, device=device))
 
 
@@ -281,10 +281,10 @@ def test_linears_of_lists(kernel, device):
     assert_same_bits(function(**lists), function(**arguments))
 
 
-# More tiles than a GPU has multiprocessors, and few.
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_linears_of_many_tiles(kernel, device, is_blocked):
-    one = linear_arguments(2305, 8, 272, is_blocked, torch.bfloat16, device)
+    rows = rows_of_many_tiles(2305, device)
+    one = linear_arguments(rows, 8, 272, is_blocked, torch.bfloat16, device)
     check_linears(kernel, several_weights(one, (1301, 1032, 3000)))
 
 
@@ -389,12 +389,12 @@ def test_residual(
     )
 
 
-# More tiles than a GPU has multiprocessors, of 128 and of 192 columns.
+# For tiles of 128 and of 192 columns.
 @pytest.mark.parametrize("gate", ["B_1_N", "B_S_N"])
 @pytest.mark.parametrize("size", [(2305, 4104, 1040), (2561, 3200, 272)], ids=str)
 def test_residual_of_many_tiles(kernel, device, gate, size):
     rows, out_features, in_features = size
-    shape = 1, rows, out_features
+    shape = 1, rows_of_many_tiles(rows, device), out_features
     check_residual(
         kernel, residual_arguments(shape, in_features, False, gate, torch.bfloat16, device)
     )

@@ -1,6 +1,5 @@
 """Norms with a quantized result: E4M3 rows and a scale for each row, from the unrounded values."""
 
-import inspect
 import math
 
 import pytest
@@ -12,10 +11,7 @@ from checks import (
     MemorySnapshot,
     as_tuple,
     assert_same_bits,
-    map_tensors,
     one_thread,
-    operators_of,
-    outcome,
     poison_memory,
     tensors_of,
 )
@@ -260,141 +256,6 @@ def test_unrounded_values_are_quantized(kernel, device, name):
     _, values, scales = getattr(kernel, f"{name}_fp8")(residual, x, shift=shift)
     error = (values.double() * scales - reference).norm() / reference.norm()
     assert error < 0.03
-
-
-@every_norm
-def test_same_signature_as_the_unquantized_norm(kernel, name):
-    one, other = (
-        inspect.signature(getattr(kernel, key)).parameters for key in (name, f"{name}_fp8")
-    )
-    assert list(one.values()) == list(other.values())
-    assert f"{name}_fp8" in kernel.__all__
-
-
-def wrong_calls(name, device):
-    """Changes of a call's arguments that are refused."""
-    other = {"dtype": torch.float32, "device": device}
-    changes = [
-        {"x": None},
-        {"x": 1.0},
-        {"x": torch.zeros(2, 3, 64, dtype=torch.float64, device=device)},
-        {"x": torch.zeros(2, 3, 128, dtype=torch.bfloat16, device=device)[..., ::2]},
-        {"x": torch.zeros((), dtype=torch.bfloat16, device=device)},
-        {"eps": "1"},
-        {"eps": True},
-        {"eps": 10**400},
-        {"weight": torch.zeros(63, **other)},
-        {"weight": 1},
-    ]
-    if "modulate" in name:
-        index = torch.zeros(3, dtype=torch.int32, device=device)
-        changes += [
-            {"scale": torch.zeros(3, 63, **other)},
-            {"scale": (torch.zeros(64, **other),)},
-            {"shift": (torch.zeros(63, **other), torch.zeros(64, **other))},
-            {"shift": torch.zeros(64, dtype=torch.float64, device=device)},
-            {"index": index},
-            {"index": index.long()},
-        ]
-    if name in INDEXED and name not in GATED:
-        changes.append({"scale": None})
-    if name in GATED:
-        changes += [
-            {"residual": None},
-            {"residual": torch.zeros(2, 4, 64, dtype=torch.bfloat16, device=device)},
-            {"addend": torch.zeros(2, 3, 64, **other)},
-            {"x_weight": torch.ones(64, **other)},
-            {"x_eps": "1"},
-            {"tanh_gate": 1},
-            {"gate": "1"},
-        ]
-    return changes
-
-
-@every_norm
-def test_errors(kernel, device, name):
-    """They are those of the unquantized norm."""
-    arguments = row_call(name, (2, 3, 64), torch.bfloat16, device)
-    for change in wrong_calls(name, device):
-        wrong = {**arguments, **change}
-        error, text = outcome(getattr(kernel, name), wrong)
-        assert error in (TypeError, ValueError), change
-        expected = error, text.replace(name, f"{name}_fp8", 1)
-        assert outcome(getattr(kernel, f"{name}_fp8"), wrong) == expected
-
-
-@every_norm
-def test_no_derivatives(kernel, device, name):
-    arguments = row_call(name, (2, 3, 64), torch.float32, device)
-    function = getattr(kernel, f"{name}_fp8")
-    expected = function(**arguments)
-    for key in arguments:
-        given = {**arguments, key: arguments[key].clone().requires_grad_()}
-        with pytest.raises(ValueError, match=rf"^{name}_fp8: {key} must not require grad, .*$"):
-            function(**given)
-        with torch.no_grad():
-            assert_same_bits(function(**given), expected)
-    if name not in GATED:
-        others = {key: value for key, value in arguments.items() if key != "x"}
-        with pytest.raises(ValueError, match=f"^{name}_fp8: "):
-            torch.func.vmap(lambda x: function(x, **others))(arguments["x"])
-
-
-def full_calls(name, dtype, device):
-    arguments = row_call(name, (2, 3, 72), dtype, device)
-    yield arguments
-    if name in GATED:
-        arguments = with_branch(arguments)
-        yield arguments
-    if name in INDEXED:
-        yield with_table(arguments)
-        yield with_table(with_index(arguments))
-
-
-@every_norm
-@every_dtype
-def test_opcheck(kernel, device, name, dtype):
-    function = getattr(kernel, f"{name}_fp8")
-    operator = "gated_residual_norm_modulate_fp8" if name in GATED else "norm_fp8"
-    for arguments in full_calls(name, dtype, device):
-        called = []
-
-        class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None, called=called):
-                called.append((func, args))
-                return func(*args, **(kwargs or {}))
-
-        with Calls():
-            function(**arguments)
-        assert [func._schema.name.partition("::")[2] for func, _ in called] == [operator]
-        torch.library.opcheck(*called[0])
-
-
-@every_norm
-def test_compile(kernel, device, name):
-    function = getattr(kernel, f"{name}_fp8")
-    for arguments in full_calls(name, torch.bfloat16, device):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        with torch.no_grad():
-            assert_same_bits(compiled(**arguments), function(**arguments))
-
-
-@every_norm
-def test_meta(kernel, device, name):
-    for arguments in full_calls(name, torch.bfloat16, device):
-        results = getattr(kernel, f"{name}_fp8")(**arguments)
-        fakes = getattr(kernel, f"{name}_fp8")(**map_tensors(lambda t: t.to("meta"), arguments))
-        for fake, result in zip(fakes, results, strict=True):
-            assert (fake.shape, fake.dtype) == (result.shape, result.dtype)
-            assert fake.stride() == result.stride()
-
-
-@every_norm
-def test_one_operator(kernel, device, name):
-    arguments = row_call(name, (2, 3, 64), torch.bfloat16, device)
-    function = getattr(kernel, f"{name}_fp8")
-    assert len(operators_of(lambda: function(**arguments))) == 1
 
 
 @pytest.mark.sanitize
