@@ -315,14 +315,7 @@ def draw_forward(rng, twins):
         options = options[0] if has_one_shape else rng.choice(options)
         return {"mode": rng.choice(modes), "options": options, "seed": rng.randrange(1000)}
     # With graphs mostly the sequence's usual call, so that calls repeat.
-    if twins.usual_call is None:
-        twins.usual_call = {
-            "options": rng.choice(options),
-            "mode": rng.choice(QUIET_MODES if rng.random() < 0.4 else QUIET_MODES[:2]),
-            "form": rng.choice(QUIET_FORMS) if rng.random() < 0.4 else "as they are",
-            "seed": rng.randrange(1000),
-        }
-    call = {**twins.usual_call, "times": rng.randint(1, 4)}
+    call = {**draw_usual_call(rng, twins), "times": rng.randint(1, 4)}
     if not has_one_shape and rng.random() < 0.5:
         other = {
             "options": options,
@@ -337,6 +330,17 @@ def draw_forward(rng, twins):
     if twins.injected is not None and rng.random() < 0.15:
         call["interrupt"] = (rng.choice(sorted(ERRORS)), rng.randrange(60))
     return call
+
+
+def draw_usual_call(rng, twins):
+    if twins.usual_call is None:
+        twins.usual_call = {
+            "options": rng.choice(list(twins.family.options)),
+            "mode": rng.choice(QUIET_MODES if rng.random() < 0.4 else QUIET_MODES[:2]),
+            "form": rng.choice(QUIET_FORMS) if rng.random() < 0.4 else "as they are",
+            "seed": rng.randrange(1000),
+        }
+    return twins.usual_call
 
 
 def make_hook(twins, kind, way):
@@ -554,7 +558,7 @@ class Twins:
         self.models = {"plain": self._model(seed)}
         if is_rounded and not graphs:
             self.models["float32"] = copy.deepcopy(self.plain).float()
-        self.models["tested"] = self._model(seed)
+        self.models["tested"] = copy.deepcopy(self.plain)
         # With emulated graphs convolutions have other memory, and then sum in another order.
         is_exact = family in IN_FULL or self.device.type == "cuda"
         self.slack = 0 if is_exact else 100 * torch.finfo(self.dtype).eps
@@ -616,7 +620,9 @@ class Twins:
             yield Step("quantize_fp8", {**ACTIONS["quantize_fp8"].draw(rng, self), "module": ""})
         for i in range(count):
             yield self._draw_step(rng, "inject" if i == first else None)
-            if rng.random() < (0.7 if self.graphs else 0.5):
+            if self.graphs and i == first:  # a graph, which later steps may make stale
+                yield Step("forward", {**draw_usual_call(rng, self), "times": 3})
+            elif rng.random() < (0.7 if self.graphs else 0.5):
                 yield self._draw_step(rng, "forward")
         yield Step("free" if rng.random() < 0.25 else "finish")
 
