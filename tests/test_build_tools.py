@@ -196,6 +196,8 @@ def test_build_is_incremental(built, compiled):
 
 def test_build_follows_the_python_files(built, compiled):
     assert (built.variant / "parts/names.py").is_file()
+    (built.variant / "stray.py").touch()
+    assert compiled(built) == [] and not (built.variant / "stray.py").exists()
     package = built.root / "torch-ext/tiny_kernel"
     shutil.rmtree(package / "parts")
     (package / "names.py").write_text("LAST = 2\n")
@@ -220,8 +222,8 @@ def test_extension_is_named_by_the_commit(built, compiled):
     assert Revision.read(built.root) == Revision(head, False)
     assert Revision.read(built.root / "src").commit is None, "a copy in another checkout"
 
-    built.edit("src/twice.h", "value = 2", "value = 3")
-    assert compiled(built) == ["src/twice.cpp", BINDING]
+    built.edit("torch-ext/tiny_kernel/parts/names.py", "LAST = 1", "LAST = 2")
+    assert compiled(built) == [BINDING], "only the file that uses the name"
     assert built.extension.name == f"_tiny_kernel_cpu_{head[:7]}_dirty.abi3.so"
     kernel = built.metadata.provenance.kernel
     assert (kernel.commit, kernel.dirty) == (head, True)

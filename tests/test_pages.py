@@ -84,12 +84,8 @@ def click_command(script):
         sys.path.remove(folder)
 
 
-def check_python(words):
-    """`python SCRIPT OPTIONS`: the script is there, and takes the options. `python -m MODULE`: so is that."""
-    if words[1] == "-m":
-        assert importlib.util.find_spec(words[2]), f"there is no module {words[2]}"
-        return
-    script = words[1]
+def check_python(script, *words):
+    """The script is there, and takes the options."""
     assert (CHECKOUT / script).is_file(), f"there is no {script}"
     known = {
         option
@@ -97,24 +93,27 @@ def check_python(words):
         if isinstance(parameter, click.Option)
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    asked = {word.split("=")[0] for word in words[2:] if word.startswith("-")}
+    asked = {word.split("=")[0] for word in words if word.startswith("-")}
     assert asked <= known, f"{script} has no {asked - known}"
 
 
 def check_command(line):
-    """A command of these pages: that what it calls exists here, with the options that it is given."""
-    words = shlex.split(re.sub(r"\s#.*", "", line))
-    program = words[0]
+    """What a command of these pages calls exists here, with the options that it is given."""
+    program, *words = shlex.split(re.sub(r"\s#.*", "", line))
     if program == "make":
-        assert set(words[1:]) <= MAKE_TARGETS, line
+        assert set(words) <= MAKE_TARGETS, line
+    elif program == "python" and words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), f"there is no module {words[1]}"
+        if words[1] == "pytest":
+            assert all((CHECKOUT / word).exists() for word in words[2:]), line
     elif program == "python":
-        check_python(words)
+        check_python(*words)
     elif program == "pip":
-        assert words[1:3] == ["install", "-r"] and (CHECKOUT / words[3]).exists(), line
+        assert words[:2] == ["install", "-r"] and (CHECKOUT / words[2]).exists(), line
     elif program == "nix":  # of kernel-builder, which makes the flake's packages
-        assert words == ["nix", "run", ".#build-and-copy"], line
+        assert words == ["run", ".#build-and-copy"], line
     elif program == "kernels":
-        assert words[:2] == ["kernels", "benchmark"] and words[2:] in ([], ["."]), line
+        assert words in (["benchmark"], ["benchmark", "."]), line
     else:
         assert (CHECKOUT / program).exists(), f"unknown command: {line}"
 
