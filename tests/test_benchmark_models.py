@@ -20,7 +20,6 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
 import allegro
 import auraflow
-import bench_host_forward
 import bench_models
 import chroma
 import cogvideox
@@ -66,14 +65,14 @@ def tiny(published):
 # Billions of published parameters, the configuration of the whole model, heads and their size, and the tokens
 # of each published size.
 WHOLE = {
-    ltx: (1.92, {}, (32, 64), (2688, 8064)),
+    ltx: (1.92, {"num_layers": 28}, (32, 64), (2688, 8064)),
     flux: (11.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
     flux2: (32.2, {"num_layers": 8, "num_single_layers": 48}, (48, 128), (4096,)),
     sd3: (8.1, {"num_layers": 38}, (38, 64), (4096,)),
     qwenimage: (20.4, {"num_layers": 60}, (24, 128), (4096,)),
     wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
     wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
-    cosmos: (2.0, {}, (16, 128), (4080,)),
+    cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
     auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
     allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
     hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
@@ -92,24 +91,34 @@ WHOLE = {
 }
 
 
+def meta_model(cls, config):
+    """The model without values, and how many billions of parameters it has."""
+    with torch.device("meta"):
+        model = cls(**config)
+    return model, sum(p.numel() for p in model.parameters()) / 1e9
+
+
 @every_model
 def test_published_size(published):
-    billions, all_blocks, heads, tokens = WHOLE[published]
-    config = getattr(published, "TRANSFORMER", {})
-    with torch.device("meta"):
-        whole = type(tiny(published))(**{**config, **all_blocks})
-    assert sum(p.numel() for p in whole.parameters()) / 1e9 == pytest.approx(billions, rel=0.04)
+    """Of the whole model: one block of each stack, and as many more as are left as large as its first one."""
+    expected, counts, heads, tokens = WHOLE[published]
+    cls = type(tiny(published))
+    config = {**getattr(published, "TRANSFORMER", {}), **dict.fromkeys(counts, 1)}
+    model, billions = meta_model(cls, config)
+    more = {stack: meta_model(cls, {**config, stack: 2})[1] - billions for stack in counts}
+    billions += sum((counts[stack] - 1) * more[stack] for stack in counts)
+    assert billions == pytest.approx(expected, rel=0.04)
     if heads is None:  # Stable Diffusion XL's U-Net
-        attentions = [m for m in whole.modules() if type(m).__name__ == "Attention"]
+        attentions = [m for m in model.modules() if type(m).__name__ == "Attention"]
         of_kinds = {(a.heads, a.inner_dim // a.heads) for a in attentions}
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
     elif published is z_image:
-        assert (whole.config.n_heads, whole.config.dim // whole.config.n_heads) == heads
+        assert (model.config.n_heads, model.config.dim // model.config.n_heads) == heads
     elif published is lumina2:
-        count = whole.config.num_attention_heads
-        assert (count, whole.config.hidden_size // count) == heads
+        count = model.config.num_attention_heads
+        assert (count, model.config.hidden_size // count) == heads
     else:
-        assert (whole.config.num_attention_heads, whole.config.attention_head_dim) == heads
+        assert (model.config.num_attention_heads, model.config.attention_head_dim) == heads
     assert tuple(size.tokens for size in published.SIZES)[: len(tokens)] == tokens
     assert all(published.parse_size(str(size)) == size for size in published.SIZES)
 
@@ -120,7 +129,7 @@ def test_published_size(published):
 )
 def test_a_model_with_all_of_its_blocks(published):
     """Repeated blocks are separate modules with shared weights, and the name has their number."""
-    model = published.transformer(CPU, torch.bfloat16, True)
+    model = models.twin(tiny(published))
     places = {p.data_ptr() for p in model.parameters()}
     assert published.NAME.startswith(models.complete(model, published) + ", ")
     assert {p.data_ptr() for p in model.parameters()} == places
@@ -175,6 +184,12 @@ SCORES = {
 }
 
 
+def few_padding_tokens(monkeypatch):
+    """For HunyuanVideo 1.5, whose two other conditions are padding."""
+    for name in ("GLYPH_TOKENS", "IMAGE_TOKENS"):
+        monkeypatch.setattr(hunyuan_video15, name, 8)
+
+
 @every_model
 @pytest.mark.parametrize("name", models.WEIGHTS)
 def test_weights_give_the_scores_their_standard_deviation(name, published, monkeypatch):
@@ -193,9 +208,13 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
         return attend(query, key, value, attn_mask=attn_mask, **given)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    given = {**published.SMALL, "size": size}
+    if published in (flux2, sd3, chroma):  # fewer tokens of the text change the image's deviation
+        del given["text_tokens"]
+    few_padding_tokens(monkeypatch)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     with torch.no_grad(), models.weights(model, name):
-        model(**published.inputs(model, size, CPU, torch.float32))
+        model(**published.inputs(model, device=CPU, dtype=torch.float32, **given))
     assert stds == [pytest.approx(models.WEIGHTS[name], rel=tolerance)] * count
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key]), "the weights are what they were"
@@ -268,12 +287,6 @@ def test_outlier_channels(published):
         assert torch.equal(weight, before[key]), "the weights are what they were"
 
 
-def test_outliers_need_known_blocks():
-    weights = models.weights(tiny(sdxl), models.OUTLIERS)
-    with pytest.raises(ValueError, match="does not know the blocks of UNet"), weights:
-        pass
-
-
 @every_model
 def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     """Each block of each stack, in one graph."""
@@ -295,7 +308,7 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
 
-@pytest.mark.parametrize("published", [ltx, wan, sdxl], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("published", [ltx, wan], ids=lambda p: p.__name__)
 def test_float32_model_is_near_and_exact(published):
     """It is close to the bfloat16 model, and has the float32 model's values."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -310,28 +323,6 @@ def test_float32_model_is_near_and_exact(published):
         assert 1e-3 < distance < 0.02 if dtype == torch.bfloat16 else distance == 0
         for name, weight in model.named_parameters():
             assert weight.dtype == before[name].dtype and torch.equal(weight, before[name])
-
-
-@pytest.mark.parametrize("published", [ltx, flux], ids=lambda p: p.__name__)
-@pytest.mark.parametrize(
-    ("condition", "hooked"),
-    [
-        ("as published", []),
-        ("a hook on the first block", [0]),
-        ("a hook on the last block", [-1]),
-        ("a hook on every block", slice(None)),
-        ("LoRA adapters", []),
-    ],
-)
-def test_conditions_of_a_forward(published, condition, hooked):
-    model = models.twin(tiny(published))
-    bench_host_forward.CONDITIONS[condition](model)
-    blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]
-    expected = blocks[hooked] if isinstance(hooked, slice) else [blocks[i] for i in hooked]
-    assert [block for block in blocks if block._forward_hooks] == expected
-    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
-    assert all(name.endswith(("to_q", "to_k", "to_v", "to_out.0")) for name in adapted)
-    assert bool(adapted) == (condition == "LoRA adapters")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -520,9 +511,8 @@ def test_a_forward_that_is_not_captured_has_no_figures(
     monkeypatch,
 ):
     """HunyuanVideo 1.5 indexes by a mask. The other modes are measured, and a sentence says why."""
-    if published is hunyuan_video15:  # few tokens
-        for name in ("GLYPH_TOKENS", "IMAGE_TOKENS"):
-            monkeypatch.setattr(published, name, 8)
+    few_padding_tokens(monkeypatch)
+    if published is hunyuan_video15:
         monkeypatch.setattr(published, "inputs", functools.partial(published.inputs, text_tokens=8))
     modes = ["injected", models.GRAPHS]
     settings = bench_models.Settings(published, CPU, torch.float32, modes, 1, 1, 0.0, 1, False)

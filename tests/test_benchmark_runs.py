@@ -188,40 +188,37 @@ def test_several_models_in_one_run(device, tmp_path):
 
 
 def test_host_time_of_a_forward(result_of, monkeypatch):
-    """Each mode and context has its own modules, runs in its context, and is compared with eager there."""
-    seen = []
-
-    def count(module, args, kwargs):
-        # The module itself, because ids of deleted modules may be reused.
-        seen.append((module, torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-
-    transformer = flux.transformer
+    """Each mode and context has its own modules, and runs in its context."""
+    seen, transformer = {}, flux.transformer
 
     def watched(*args):
         model = transformer(*args)
-        model.register_forward_pre_hook(count, with_kwargs=True)
+        # The module itself, because ids of deleted modules may be reused.
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.setdefault(module, set()).add(
+                (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+            ),
+            with_kwargs=True,
+        )
         return model
 
     monkeypatch.setattr(flux, "transformer", watched)
     conditions = ["as published", "LoRA adapters"]
     arguments = [word for condition in conditions for word in ("--condition", condition)]
-    forwards = result_of(
-        bench_host_forward, "--model", "flux", "--rounds", "1", "--weights", "peaked", *arguments
-    )["forwards"]
+    arguments += ["--model", "flux", "--rounds", "1", "--weights", "peaked"]
+    forwards = result_of(bench_host_forward, *arguments)["forwards"]
     assert [(f["condition"], f["context"], f["mode"]) for f in forwards] == [
         (condition, context, mode)
         for condition in conditions
         for context in ("no_grad", "inference_mode")
         for mode in ("eager", "injected")
     ]
-    for eager, injected in zip(forwards[::2], forwards[1::2], strict=True):
-        assert eager["over_eager"] == 1 and injected["weights"] == "peaked"
-        assert (injected["model"], injected["tokens"]) == ("tiny FLUX.1", 64)
-    contexts = {}
-    for module, inference, gradients in seen:
-        assert not gradients
-        contexts.setdefault(module, set()).add(inference)
-    assert all(len(of_module) == 1 for of_module in contexts.values())
+    assert all(f["over_eager"] == 1 for f in forwards[::2])
+    assert {(f["model"], f["tokens"], f["weights"]) for f in forwards} == {
+        ("tiny FLUX.1", 64, "peaked")
+    }
+    assert all(contexts in ({(False, False)}, {(True, False)}) for contexts in seen.values())
+    assert {inference for ((inference, _),) in seen.values()} == {False, True}
 
 
 def test_pipelines(result_of, device):

@@ -79,16 +79,6 @@ def test_plots_agree_with_the_results():
 # Operations
 
 
-def test_operations(made_up):
-    (row,) = (row for row in rows_of(made_up, "norm") if row[:2] == ["rms_norm", "2×8064×2048"])
-    assert row == [
-        *("rms_norm", "2×8064×2048", "44.0 µs", "3.00 TB/s", "100%"),
-        *("3.00×", "2.40×*", "1.25× QuACK"),
-    ]
-    (row,) = (row for row in rows_of(made_up, "targets") if row[0].startswith("host time"))
-    assert row[2:] == ["at most 1.20×", "1.30×", "missed by 8.3%"]
-
-
 def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     """A broken one takes more than five times as long as eager. It is not drawn either."""
     result = load(made_up, "norm")
@@ -138,7 +128,7 @@ def of_modes(**microseconds):
     return {name.replace("_", " "): timing.summarize([us]) for name, us in microseconds.items()}
 
 
-def test_fp8(tmp_path):
+def test_targets_of_fp8():
     """Products of 100 and 90% of the aim; only norms aim at the rate of a copy."""
     times = (of_modes(ours=100.0, exact=over, fast=90.0, bfloat16=160.0) for over in (115.0, 103.5))
     entry = {"operations": 10**9, "errors": {"ours": 2e-3, "exact": 2e-3, "fast": 3e-3}}
@@ -146,94 +136,19 @@ def test_fp8(tmp_path):
         {**entry, "size": [rows, 2, 3], "microseconds": us, "sustained_microseconds": us}
         for rows, us in enumerate(times, 1)
     ]
-    us = of_modes(ours=10.0, two_passes=11.0, copy=9.4)
-    norm = {"operation": "layer_norm_modulate_fp8", "microseconds": us}
-    plain = {"operation": "quantize_fp8", "microseconds": of_modes(ours=10.0, copy=5.0)}
+    copied = {"layer_norm_modulate_fp8": 9.4, "quantize_fp8": 5.0}
+    rows = [
+        {"operation": name, "shape": [2, 3], "microseconds": of_modes(ours=10.0, copy=copy)}
+        for name, copy in copied.items()
+    ]
     us = of_modes(ours=110.0, launches=137.5, product=100.0)
     fused = {"operation": "linear_gelu_fp8", "size": [1, 2, 3], "microseconds": us}
     measured = {"products": products, "fused": [{**fused, "sustained_microseconds": us}]}
-    measured["rows"] = [{"shape": [2, 3], "bytes": 4_000_000, **row} for row in (norm, plain)]
-    result = {"environment": ENVIRONMENT, "fp8": measured}
-    store(tmp_path, "fp8", result)
-    assert rows_of(tmp_path, "fp8_rows") == [
-        ["`layer_norm_modulate_fp8`", "2×3", "10.0 µs", "0.40", "0.94", "1.10×"],
-        ["`quantize_fp8`", "2×3", "10.0 µs", "0.40", "0.50", ""],
-    ]
-    assert rows_of(tmp_path, "fp8_products")[1] == [
-        *("2×2×3", "100 µs", "10", "1.03 / 1.03", "0.90 / 0.90"),
-        *("1.60 / 1.60", "2.00 / 2.00 / 3.00"),
-    ]
-    assert rows_of(tmp_path, "fp8_fused") == [
-        ["`linear_gelu_fp8`", "1×2×3", "110 µs", "0.80 / 0.80", "1.10 / 1.10"]
-    ]
-    of_products, norms, errors, gelu = fp8_targets.operations(result)
+    of_products, norms, errors, gelu = fp8_targets.operations({"fp8": {**measured, "rows": rows}})
     assert of_products.of == "1 of 2; the least: linear_fp8 2×2×3"
     assert of_products.verdict == "missed by 10.0%"
     assert errors.verdict == norms.verdict == "met"
     assert (gelu.of, gelu.measured, gelu.verdict) == ("1×2×3", 1.1, "missed by 1.9%")
-    assert len(rows_of(tmp_path, "fp8_aims")) == len(fp8_targets.evaluate({"fp8": result}, None))
-
-
-def test_fp8_of_models(tmp_path):
-    def of_mode(ms, distance):
-        return {"ms": timing.summarize([ms]), "distance_from_float32": distance}
-
-    modes = {"eager": of_mode(30.0, 0.01), "injected": of_mode(20.0, 0.01)}
-    modes |= {models.TORCHAO: of_mode(50.0, 0.05), models.INJECTED_FP8: of_mode(10.0, 0.04)}
-    graphs = {models.GRAPHS: of_mode(18.0, 0.01), models.GRAPHS_FP8: of_mode(9.0, 0.04)}
-    first = {"weights": {"peaked": {"modes": modes}}, "injection_fp8": {"full_speed_s": 0.5}}
-    peaks = dict.fromkeys(modes, 2**30) | {models.INJECTED_FP8: 2**29}
-    weights = dict.fromkeys(("peaked", "outliers"), {"modes": modes | graphs})
-    sizes = {"9x64x96": first, "17x64x96": {**first, "peak_bytes": peaks, "weights": weights}}
-    store(tmp_path, "fp8_ltx", {"environment": ENVIRONMENT, "model": "LTX", "sizes": sizes})
-    first, second, third = rows_of(tmp_path, "fp8_models")
-    assert first[1:] == ["peaked", "10.0 ms", "3.00×", "2.00×", "5.00×", "0.50 s", ""]
-    assert second == ["LTX 17 frames 64×96", *first[1:7], "9.0 ms, 2.00×"]
-    assert third == [second[0], "outliers", *second[2:]]
-    rows = rows_of(tmp_path, "fp8_distances")
-    assert [row[1] for row in rows] == ["peaked", "peaked", "outliers"]
-    assert rows[0][2:] == ["10.0", "10.0", "50.0", "40.0", "4.00×", "0.800"]
-    (row,) = rows_of(tmp_path, "fp8_memory")
-    assert row[1:] == ["1.00 GiB", "1.00 GiB", "1.00 GiB", "0.50 GiB", "0.50"]
-
-
-def test_targets_of_fp8_models():
-    rows = fp8_targets.evaluate({}, None)
-    assert {row.verdict for row in rows} == {"not measured"}
-
-    def made_up(size, **over):
-        modes = {models.INJECTED_FP8: {"distance_from_float32": 0.25}}
-        modes[models.TORCHAO] = {"distance_from_float32": 0.5}
-        peaked = {"modes": modes, "speedups": {models.INJECTED_FP8: over}}
-        entry = {"weights": {"peaked": peaked}, "injection_fp8": {"full_speed_s": 0.5}}
-        peaks = {"eager": 100, models.INJECTED_FP8: 70}
-        return {"model": "made up", "sizes": {size: {**entry, "peak_bytes": peaks}}}
-
-    over = {"eager": 2.1, "injected": 1.02, models.TORCHAO_COMPILED: 1.2}
-    modes = {"injected": {"joules": 10.0}, models.INJECTED_FP8: {"joules": 8.0}}
-    pipeline = {"name": "flux", "modes": modes, "speedups": {models.INJECTED_FP8: {"eager": 2.0}}}
-    results = {"fp8_flux": made_up("1024x1024", **over), "fp8_ltx": made_up("49x512x768", **over)}
-    results["fp8_ltx"]["sizes"]["49x512x768"]["injection_precision_fp8"] = {"full_speed_s": 3.0}
-    results["fp8_back_to_back_flux"] = made_up("1024x1024", eager=2.4, injected=1.5)
-    results["fp8_compiled_flux"] = made_up("1024x1024", **over)
-    rows = fp8_targets.evaluate(results, {"pipelines": [pipeline]})
-    rows = [row for row in rows if row.measured is not None]
-    measured = {(row.what, row.of.partition(" ")[0]): (row.measured, row.verdict) for row in rows}
-    assert measured == {
-        ("FP8 over eager", "FLUX.1"): (2.1, "met"),
-        ("FP8 over injected in bfloat16", "FLUX.1"): (1.02, "missed by 25.0%"),
-        ("FP8, back to back, over eager", "FLUX.1"): (2.4, "met"),
-        ("FP8, back to back, over injected in bfloat16", "FLUX.1"): (1.5, "met"),
-        ("FP8 over torchao compiled", "FLUX.1"): (1.2, "met"),
-        ("FP8: peak memory over eager's", "FLUX.1"): (0.7, "missed by 7.7%"),
-        ("FP8: distance from float32 over torchao's", "2"): (0.5, "met"),
-        ("FP8: from the injection to full speed", "2"): (3.0, "missed by 50.0%"),
-        ("FP8, whole pipeline, over eager", "FLUX.1"): (2.0, "met"),
-        ("FP8, whole pipeline: energy over injected in bfloat16", "FLUX.1"): (
-            0.8,
-            "missed by 14.3%",
-        ),
-    }, "the other size of LTX-Video has no aim for speed"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -272,10 +187,7 @@ def test_attention(made_up_attention, tmp_path):
     of_kinds = entries[size]["inputs"]
     of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
     of_kinds["rising"]["cold"]["over"].update(fa3=0.9)
-    of_kinds["std 3"]["error_over"].update(fa3=1.04)
     entries["2×8064×128×32×64, text mask"]["inputs"]["std 3"]["cold"]["over"].update(cudnn=1.4)
-    del of_kinds["constant"]["cold"]["over"]["fa3"]
-    of_kinds["constant"]["failed"]["fa3"] = "it is wrong"
     store(tmp_path, "attention", made_up_attention)
 
     shown = rows_of(tmp_path, "attention")
@@ -289,15 +201,6 @@ def test_attention(made_up_attention, tmp_path):
     assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
     assert len({row[0] for row in shown}) == 8
     assert {row[0] for row in rows_of(tmp_path, "all_attention")} == set(entries)
-
-    rows = {row[0]: row[1:] for row in rows_of(tmp_path, "attention_inputs")}
-    column = [name for name, e in entries.items() if not e["declined"]].index(size)
-    by_kind = [rows[kind][column] for kind in ("std 6", "constant", "slowest over fastest")]
-    assert by_kind == ["1.10×", "failed", "1.00"]
-
-    rows = [row[1:] for row in rows_of(tmp_path, "attention_accuracy") if row[0] == size]
-    assert rows[0] == ["std 1", "2.00e-03", "1.000", "failed", "1.000"]
-    assert rows[1] == ["std 3, the worst", "2.00e-03", "1.000", "failed", "1.040"]
 
 
 def row_of(rows, what):
@@ -368,10 +271,8 @@ def test_forward_is_compared_with_the_faster_compiled_one():
     assert row.compiled_mode == models.REGIONAL and row.distance_over_eager == 1.02
     (row,) = targets.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
     assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
-    (row,) = targets.forwards(made_up_forward())
-    assert row.compiled_mode is row.over_compiled is row.rest_over_compiled is None
     (row,) = targets.forwards(made_up_forward(weights="random"))
-    assert row.eager is row.injected is row.over_eager is row.distance_over_eager is None
+    assert row.eager is row.compiled_mode is row.over_eager is row.distance_over_eager is None
 
 
 def test_targets_of_the_models():
@@ -413,29 +314,6 @@ def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA 
     (folder / name).mkdir(exist_ok=True)
     path = folder / name / f"{minute:02}-{commit}.json"
     path.write_text(json.dumps({**result, "environment": environment}))
-
-
-def test_table_and_plot_of_all_models(tmp_path):
-    assert "models.svg" not in render_plots.render(tmp_path)
-    keep_model(tmp_path, "models", made_up_forward(50.0, size="9x64x96", compiled=52.0))
-    keep_model(tmp_path, "sd3", made_up_forward(**{models.REGIONAL: 48.0}))
-    keep_model(tmp_path, "auraflow", made_up_forward(injected=55.0, size="64x96"))
-    table = rows_of(tmp_path, "summary_models")
-    names = [row[0] for row in table]
-    full, part = names.index("**Replaced in full**"), names.index("**Replaced in part**")
-    assert full == 0 and part == len(targets.IN_FULL) + 1
-    assert len(names) == len(targets.TITLES) + 2
-    rows = {row[0]: row[1:] for row in table}
-    size = "a model, 9 frames 64×96"
-    assert rows[size] == ["60.0 ms", "52.0 ms", "50.0 ms", "1.20×", "1.04×"]
-    assert names.index(size) < names.index("a model, 1024×1024") < part < names.index("Allegro")
-    assert rows["a model, 64×96"] == ["60.0 ms", "", "55.0 ms", "1.09×", ""]
-    assert rows["Allegro"] == rows["FLUX.1"] == ["not measured", "", "", "", ""]
-    details = {row[0]: row[1:] for row in rows_of(tmp_path, "models_in_detail")}
-    assert details["a model, 1024×1024"] == ["", "", "0.10×", "0.50×", "1.02×", ""]
-    drawn = render_plots.render(tmp_path)["models.svg"]
-    for text in ("LTX-Video 2B, 9 frames 64×96", "1.20×", "1.15×", "1.50×", "1.25×", "1.09×"):
-        assert f">{text}</text>" in drawn
 
 
 def test_all_models_are_of_one_card_and_build(tmp_path):
@@ -480,112 +358,53 @@ def test_committed_rows_of_all_models_are_of_one_card_and_build():
 
 
 # ------------------------------------------------------------------------------------------------
-# CUDA graphs
-
-
-def made_up_graphs(name="models", size="49x512x768", kind="published", graphs=30.0, **others):
-    """Eager takes 60 ms and 30 of the host, its kernels 29 ms; the capturing call two plain ones."""
-    walls = {"eager": 60.0, **others, "injected": 40.0, models.GRAPHS: graphs}
-    modes = {
-        mode: {
-            "wall_ms": {"median": wall, "spread": 0.01},
-            "host_ms": {"median": wall / 2},
-            "busy_ms": 29.0,
-            "covered_ms": 28.0,
-            "wall_over_busy": wall / 29.0,
-            "wall_over_covered": wall / 28.0,
-        }
-        for mode, wall in walls.items()
-    }
-    memory = {"allocated": 1 << 20, "reserved": 2 << 20, "peak_reserved": 3 << 20}
-    of_graphs = {"memory": {key: 2 * value for key, value in memory.items()}}
-    of_graphs |= {"first_call_ms": {"median": 50.0}, "capturing_call_ms": {"median": 80.0}}
-    of_weights = {"modes": modes, "speedups": timing.speedups(walls)}
-    of_weights["host_over_eager"] = {mode: wall / 60.0 for mode, wall in walls.items()}
-    entry = {"name": name, "model": f"the {name}", "input": kind, "size": size, "batch": 2}
-    return {
-        **entry,
-        "tokens": 64,
-        "text_tokens": 128,
-        "weights": {"peaked": of_weights},
-        "first_calls": {
-            "injected": {"memory": memory},
-            models.GRAPHS: {**of_graphs, "capturing_over_plain": 2.0},
-        },
-    }
-
-
-def result_of(*forwards, date="2026-11-23 10:00:00 UTC", device="NVIDIA H200"):
-    environment = {**ENVIRONMENT, "date": date, "device": device}
-    of = {"processor": "a processor", "graph_forwards": list(forwards)}
-    return {"environment": environment, **of}
+# CUDA graphs and pipelines
 
 
 def test_newest_of_each_forward_is_shown(tmp_path):
-    def keep(name, result):
+    def forward(name, wall):
+        entry = {"name": name, "input": "published", "size": "64x96", "tokens": 24}
+        return {**entry, "weights": {"peaked": {"modes": {"eager": wall}}}}
+
+    def keep(name, date, *forwards, device="NVIDIA H200"):
+        environment = {**ENVIRONMENT, "date": f"2026-11-{date}:00:00 UTC", "device": device}
+        result = {"environment": environment, "processor": "x", "graph_forwards": forwards}
         (tmp_path / "cuda_graphs").mkdir(exist_ok=True)
         (tmp_path / "cuda_graphs" / f"{name}.json").write_text(json.dumps(result))
+        return targets.gathered_forwards(tmp_path)["graph_forwards"]
 
     assert targets.gathered_forwards(tmp_path) is None
-    old, new = made_up_graphs(graphs=35.0), made_up_graphs(graphs=30.0)
-    keep("a", result_of(old, made_up_graphs("sdxl", "1024x1024")))
-    keep("b", result_of(new, date="2026-11-23 11:00:00 UTC"))
-    keep("c", result_of(old, date="2026-11-23 12:00:00 UTC", device="an Arm CPU"))
-    gathered = targets.gathered_forwards(tmp_path)
-    assert gathered["graph_forwards"] == [new, made_up_graphs("sdxl", "1024x1024")]
-    keep("d", result_of(old, date="2026-11-21 12:00:00 UTC", device="NVIDIA H100 80GB HBM3"))
-    assert targets.gathered_forwards(tmp_path)["graph_forwards"][0] == new, "the newest of a GPU"
+    old, new, other = forward("models", 35.0), forward("models", 30.0), forward("sdxl", 40.0)
+    keep("a", "23 10", old, other)
+    keep("b", "23 11", new)
+    assert keep("c", "23 12", old, device="an Arm CPU") == [new, other]
+    assert keep("d", "21 12", old, device="NVIDIA H100 80GB HBM3")[0] == new, "the newest of a GPU"
 
 
-def made_up_pipeline(name="flux", device="NVIDIA H200", **seconds):
-    """A result with one pipeline whose modes took these seconds."""
-    modes = {
-        mode: {
-            "seconds": {"median": value},
-            "decoder_s": 0.5,
-            "joules": 100 * value,
-            "watts": 700.0,
-            "sm_mhz": 1500.0,
-            "power_cap": 1.0,
-            "peak_bytes": 2**30,
-            "held_bytes": 2**29 if "graphs" in mode else 0,
-        }
-        for mode, value in seconds.items()
-    }
-    entry = {
-        "name": name,
-        "title": whole_pipelines.PIPELINES[name].title,
-        "size": "1024x1024",
-        "steps": 28,
-        "modes": modes,
-        "speedups": timing.speedups({mode: m["seconds"]["median"] for mode, m in modes.items()}),
-    }
-    return {"environment": {**ENVIRONMENT, "device": device}, "pipelines": [entry]}
-
-
-def test_tables_of_pipelines(tmp_path):
-    result = made_up_pipeline(**{"eager": 4.0, models.REGIONAL: 3.0, "injected": 2.5})
-    store(tmp_path, "pipelines", result)
-    first, second, *others = rows_of(tmp_path, "summary_pipelines")
-    name = "FLUX.1-dev, 1024×1024, 28 steps"
-    assert first == [name, "4.00 s", "3.00 s", "2.50 s", "", "1.60×", "1.20×", "0.62×"]
-    assert second[:2] == ["FLUX.2-dev", "not measured"]
-    assert len(others) + 2 == len(whole_pipelines.PIPELINES)
-    _, *_, injected = rows_of(tmp_path, "pipelines")
-    assert injected[1:] == [
-        *("2.50 s", "0.500 s", "1.60×", "250 J", "700 W", "1500 MHz", "1.00 GiB")
-    ]
-    drawn = render_plots.render(tmp_path)["pipelines.svg"]
-    assert ">1.60×</text>" in drawn and ">1.33×</text>" in drawn
+def test_targets_name_what_is_measured():
+    assert {row.verdict for row in pipeline_targets.evaluate(None)} == {"not measured"}
+    titles = {name: pipeline.title for name, pipeline in whole_pipelines.PIPELINES.items()}
+    assert {name: p.title for name, p in pipeline_targets.PIPELINES.items()} == titles
+    assert {row.verdict for row in targets.graphs(None)} == {"not measured"}
+    for name, size, *_ in targets.GRAPH_FORWARDS:
+        (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
+        assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
 
 
 def test_targets_of_pipelines():
-    assert {row.verdict for row in pipeline_targets.evaluate(None)} == {"not measured"}
-    assert set(pipeline_targets.PIPELINES) == set(whole_pipelines.PIPELINES)
-    for name, pipeline in whole_pipelines.PIPELINES.items():
-        assert pipeline_targets.PIPELINES[name].title == pipeline.title
     seconds = {"eager": 4.0, models.REGIONAL: 3.0, models.FA3: 2.6, "injected": 2.5}
-    rows = pipeline_targets.evaluate(made_up_pipeline(**seconds))
+    modes = {
+        mode: {"seconds": {"median": s}, "decoder_s": 0.5, "joules": 100 * s, "peak_bytes": 2**30}
+        | {"power_cap": 1.0, "held_bytes": 0}
+        for mode, s in seconds.items()
+    }
+    entry = {
+        "name": "flux",
+        "title": "FLUX.1",
+        "modes": modes,
+        "speedups": timing.speedups(seconds),
+    }
+    rows = pipeline_targets.evaluate({"environment": ENVIRONMENT, "pipelines": [entry]})
     over_eager, over_compiled, over_fa3, *others, energy, energy_compiled, memory = rows
     (decoder,) = [row for row in others if row.measured is not None]
     assert "decoder" in decoder.what and decoder.measured == 1
@@ -594,44 +413,3 @@ def test_targets_of_pipelines():
     assert over_fa3.measured == pytest.approx(1.04) and over_fa3.verdict == "missed by 3.7%"
     assert energy.measured == pytest.approx(0.625) and energy.verdict == "met"
     assert energy_compiled.measured == pytest.approx(2.5 / 3) and memory.measured == 1
-
-
-def test_targets_of_graphs():
-    assert {row.verdict for row in targets.graphs(None)} == {"not measured"}
-    for name, size, *_ in targets.GRAPH_FORWARDS:
-        (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
-        assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
-
-    forwards = [
-        made_up_graphs(**{"compiled": 38.0, models.REGIONAL: 33.0}),
-        made_up_graphs("sdxl", "1024x1024", graphs=32.0, **{models.REDUCE_OVERHEAD: 40.0}),
-        made_up_graphs("flux", "128x128", "small", graphs=29.0),
-    ]
-    rows = targets.graphs({"graph_forwards": forwards})
-    eager, compiled, xl_eager, xl_compiled, xl_reduced, *last, busy, capture = rows
-    assert (eager.measured, eager.verdict) == (2.0, "met")
-    assert (compiled.measured, compiled.verdict) == (1.1, "missed by 8.3%"), "over the faster one"
-    assert (xl_eager.measured, xl_eager.verdict) == (1.875, "missed by 14.8%")
-    assert (xl_reduced.measured, xl_reduced.verdict) == (1.25, "met")
-    assert {row.verdict for row in (xl_compiled, *last)} == {"not measured"}
-    assert busy.of.startswith("1 of 25; the most: Stable Diffusion XL 1024×1024; 22 not measured")
-    assert busy.measured == pytest.approx(32 / 29) and capture.verdict == "met where measured"
-
-
-def test_tables_of_graphs(tmp_path):
-    forwards = [
-        made_up_graphs("flux", "128x128", "small"),
-        made_up_graphs(**{models.REGIONAL: 45.0, models.REDUCE_OVERHEAD: 42.0}),
-    ]
-    store(tmp_path, "cuda_graphs", result_of(*forwards))
-    (row,) = rows_of(tmp_path, "cuda_graphs")
-    walls = ["60.00 ms", "45.00 ms", "42.00 ms", "40.00 ms", "30.00 ms"]
-    assert row == ["the models, 49 frames 512×768", *walls, "2.00×", "1.33×"]
-    (row,) = rows_of(tmp_path, "cuda_graphs_small")
-    assert row == ["the flux, 128×128", "60.00 ms", "40.00 ms", "30.00 ms", "2.00×", "1.33×"]
-    host = ["30.00 ms", "20.00 ms", "15.00 ms", "30.00 ms", "29.00 ms", "1.03×"]
-    assert rows_of(tmp_path, "cuda_graphs_host")[0][1:] == host
-    first_calls = rows_of(tmp_path, "cuda_graphs_first_calls")[0][1:]
-    assert first_calls == ["50.00 ms", "80.00 ms", "2.00×", "2 MiB", "4 MiB"]
-    assert figure("graphs_over_eager", tmp_path) == "2.00"
-    assert figure("graphs_over_injected", tmp_path) == "1.33"
