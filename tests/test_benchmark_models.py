@@ -18,39 +18,15 @@ from graphs import graphs  # noqa: F401
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
-import allegro
-import auraflow
 import bench_models
-import chroma
-import cogvideox
-import cosmos
-import flux
-import flux2
-import flux3
-import hunyuan_video
-import hunyuan_video15
-import krea2
-import ltx
-import ltx2
-import ltx2_distilled
-import lumina2
-import minimax_h3
-import mochi
 import models
 import options
-import qwenimage
-import qwenimage21
-import sd3
-import sdxl
-import sdxl_channels_last
 import sizes
-import wan
-import wan_small
-import z_image
 from distance import finite_distance
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
+m = types.SimpleNamespace(**options.MODELS)  # the modules of models
 every_model = pytest.mark.parametrize(
     "published", [pytest.param(p, id=p.__name__) for p in options.PUBLISHED]
 )
@@ -65,29 +41,29 @@ def tiny(published):
 # Billions of published parameters, the configuration of the whole model, heads and their size, and the tokens
 # of each published size.
 WHOLE = {
-    ltx: (1.92, {"num_layers": 28}, (32, 64), (2688, 8064)),
-    flux: (11.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
-    flux2: (32.2, {"num_layers": 8, "num_single_layers": 48}, (48, 128), (4096,)),
-    sd3: (8.1, {"num_layers": 38}, (38, 64), (4096,)),
-    qwenimage: (20.4, {"num_layers": 60}, (24, 128), (4096,)),
-    wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
-    wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
-    cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
-    auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
-    allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
-    hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
-    hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
-    **dict.fromkeys((ltx2, ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
-    z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
-    flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
-    krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
-    chroma: (8.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
-    lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
-    mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
-    qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
-    minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
-    cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
-    **dict.fromkeys((sdxl, sdxl_channels_last), (2.57, {}, None, (4096,))),
+    m.ltx: (1.92, {"num_layers": 28}, (32, 64), (2688, 8064)),
+    m.flux: (11.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
+    m.flux2: (32.2, {"num_layers": 8, "num_single_layers": 48}, (48, 128), (4096,)),
+    m.sd3: (8.1, {"num_layers": 38}, (38, 64), (4096,)),
+    m.qwenimage: (20.4, {"num_layers": 60}, (24, 128), (4096,)),
+    m.wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
+    m.wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
+    m.cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
+    m.auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
+    m.allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
+    m.hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
+    m.hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
+    **dict.fromkeys((m.ltx2, m.ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
+    m.z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
+    m.flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
+    m.krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
+    m.chroma: (8.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
+    m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
+    m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
+    m.qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
+    m.minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
+    m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
+    **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
 
 
@@ -109,12 +85,12 @@ def test_published_size(published):
     billions += sum((counts[stack] - 1) * more[stack] for stack in counts)
     assert billions == pytest.approx(expected, rel=0.04)
     if heads is None:  # Stable Diffusion XL's U-Net
-        attentions = [m for m in model.modules() if type(m).__name__ == "Attention"]
+        attentions = [part for part in model.modules() if type(part).__name__ == "Attention"]
         of_kinds = {(a.heads, a.inner_dim // a.heads) for a in attentions}
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
-    elif published is z_image:
+    elif published is m.z_image:
         assert (model.config.n_heads, model.config.dim // model.config.n_heads) == heads
-    elif published is lumina2:
+    elif published is m.lumina2:
         count = model.config.num_attention_heads
         assert (count, model.config.hidden_size // count) == heads
     else:
@@ -143,14 +119,14 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     model = published.transformer(CPU, torch.bfloat16, tiny=True)
     kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
-    parts = {wan: wans, wan_small: wans, flux3: (".norm_q.", ".norm_k."), krea2: ("norm",)}
-    parts[minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
+    parts = {m.wan: wans, m.wan_small: wans, m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
+    parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
     arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
     with torch.no_grad():
         output = models.output_of(model(**arguments))
-    assert output.dtype == (torch.float32 if published is minimax_h3 else torch.bfloat16)
+    assert output.dtype == (torch.float32 if published is m.minimax_h3 else torch.bfloat16)
     assert 0.3 < output.float().std() < 3
 
 
@@ -158,36 +134,36 @@ IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
 # A size with enough tokens for a standard deviation, the number of self-attentions of the image, and the
 # tolerance of their scores. Some vary less, because a large modulation adds the same to all keys.
 SCORES = {
-    ltx: (ltx.VideoSize(17, 256, 256), 2, 0.05),
-    flux: (IMAGE, 4, 0.2),
-    flux2: (IMAGE, 4, 0.05),
-    sd3: (IMAGE, 3, 0.1),
-    qwenimage: (IMAGE, 2, 0.05),
-    wan: (VIDEO, 2, 0.1),
-    wan_small: (VIDEO, 2, 0.1),
-    cosmos: (IMAGE, 2, 0.35),
-    auraflow: (IMAGE, 3, 0.05),
-    allegro: (VIDEO, 2, 0.1),
-    hunyuan_video: (VIDEO, 5, 0.15),
-    hunyuan_video15: (VIDEO, 3, 0.15),
-    **dict.fromkeys((ltx2, ltx2_distilled), (ltx.VideoSize(17, 256, 256), 4, 0.2)),
-    z_image: (IMAGE, 4, 0.1),
-    flux3: (IMAGE, 6, 0.1),
-    krea2: (IMAGE, 4, 0.1),
-    chroma: (IMAGE, 4, 0.35),
-    lumina2: (IMAGE, 4, 0.1),
-    mochi: (mochi.Size(12, 192, 192), 4, 0.15),
-    qwenimage21: (IMAGE, 2, 0.1),
-    minimax_h3: (minimax_h3.VideoSize(22, 256, 256), 3, 0.2),
-    cogvideox: (VIDEO, 2, 0.1),
-    **dict.fromkeys((sdxl, sdxl_channels_last), (IMAGE, 11, 0.2)),
+    m.ltx: (m.ltx.VideoSize(17, 256, 256), 2, 0.05),
+    m.flux: (IMAGE, 4, 0.2),
+    m.flux2: (IMAGE, 4, 0.05),
+    m.sd3: (IMAGE, 3, 0.1),
+    m.qwenimage: (IMAGE, 2, 0.05),
+    m.wan: (VIDEO, 2, 0.1),
+    m.wan_small: (VIDEO, 2, 0.1),
+    m.cosmos: (IMAGE, 2, 0.35),
+    m.auraflow: (IMAGE, 3, 0.05),
+    m.allegro: (VIDEO, 2, 0.1),
+    m.hunyuan_video: (VIDEO, 5, 0.15),
+    m.hunyuan_video15: (VIDEO, 3, 0.15),
+    **dict.fromkeys((m.ltx2, m.ltx2_distilled), (m.ltx.VideoSize(17, 256, 256), 4, 0.2)),
+    m.z_image: (IMAGE, 4, 0.1),
+    m.flux3: (IMAGE, 6, 0.1),
+    m.krea2: (IMAGE, 4, 0.1),
+    m.chroma: (IMAGE, 4, 0.35),
+    m.lumina2: (IMAGE, 4, 0.1),
+    m.mochi: (m.mochi.Size(12, 192, 192), 4, 0.15),
+    m.qwenimage21: (IMAGE, 2, 0.1),
+    m.minimax_h3: (m.minimax_h3.VideoSize(22, 256, 256), 3, 0.2),
+    m.cogvideox: (VIDEO, 2, 0.1),
+    **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
 
 
 def few_padding_tokens(monkeypatch):
     """For HunyuanVideo 1.5, whose two other conditions are padding."""
     for name in ("GLYPH_TOKENS", "IMAGE_TOKENS"):
-        monkeypatch.setattr(hunyuan_video15, name, 8)
+        monkeypatch.setattr(m.hunyuan_video15, name, 8)
 
 
 @every_model
@@ -198,7 +174,7 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
 
     def spy(query, key, value, attn_mask=None, **given):
         # Qwen-Image 2.1 has the text's keys from a cache, before the image's.
-        own = key[..., -query.shape[-2] :, :] if published is qwenimage21 else key
+        own = key[..., -query.shape[-2] :, :] if published is m.qwenimage21 else key
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
@@ -209,7 +185,8 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     given = {**published.SMALL, "size": size}
-    if published in (flux2, sd3, chroma):  # fewer tokens of the text change the image's deviation
+    # Of these, fewer tokens of the text change the image's deviation.
+    if published in (m.flux2, m.sd3, m.chroma):
         del given["text_tokens"]
     few_padding_tokens(monkeypatch)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
@@ -223,8 +200,8 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
 def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device):
     """The injected model and compiled code see the peaked weights, without another compilation."""
     device = torch.device(device)
-    model = ltx.transformer(device, torch.bfloat16, tiny=True)
-    arguments = ltx.inputs(model, ltx.VideoSize(9, 64, 96), device, torch.bfloat16)
+    model = m.ltx.transformer(device, torch.bfloat16, tiny=True)
+    arguments = m.ltx.inputs(model, m.ltx.VideoSize(9, 64, 96), device, torch.bfloat16)
     counter = torch._dynamo.testing.CompileCounter()
     compiled, injected = models.twin(model), models.twin(model)
     kernel.inject_kernels(injected)
@@ -257,7 +234,7 @@ def test_values_that_a_twin_moves_stay_in_the_model():
     assert all(p.eq(2).all() and p.dim() for p in model.parameters())
 
 
-@pytest.mark.parametrize("published", [ltx, flux, wan, qwenimage], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("published", [m.ltx, m.flux, m.wan, m.qwenimage], ids=lambda p: p.__name__)
 def test_outlier_channels(published):
     """The inputs of the blocks' layers have them, except cross-attention's. The result is nearly the same."""
     model, largest = tiny(published), {}
@@ -299,16 +276,16 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     model = models.twin(tiny(published))
     models.compile_blocks(model, backend=torch._dynamo.testing.CompileCounter())
     blocks = [block for stack in models.block_lists(model) for block in stack]
-    if published in (sdxl, sdxl_channels_last):  # its stacks contain more than transformers
-        blocks = [m for m in model.modules() if type(m).__name__ == "BasicTransformerBlock"]
+    if published in (m.sdxl, m.sdxl_channels_last):  # its stacks contain more than transformers
+        blocks = [b for b in model.modules() if type(b).__name__ == "BasicTransformerBlock"]
     # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks.
-    if published in (hunyuan_video, hunyuan_video15, flux3, minimax_h3):
-        blocks = [m for m in model.modules() if type(m).__name__ in model._repeated_blocks]
+    if published in (m.hunyuan_video, m.hunyuan_video15, m.flux3, m.minimax_h3):
+        blocks = [b for b in model.modules() if type(b).__name__ in model._repeated_blocks]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
 
-@pytest.mark.parametrize("published", [ltx, wan], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("published", [m.ltx, m.wan], ids=lambda p: p.__name__)
 def test_float32_model_is_near_and_exact(published):
     """It is close to the bfloat16 model, and has the float32 model's values."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -330,13 +307,13 @@ def test_float32_model_is_near_and_exact(published):
 
 
 def passed_by_ltx_pipeline(transformer):
-    size = ltx.TINY_SIZES[0]
-    ltx.pipeline(transformer, ltx.vae(CPU, torch.float32, tiny=True))(
-        **ltx.prompt(transformer, CPU, torch.float32),
+    size = m.ltx.TINY_SIZES[0]
+    m.ltx.pipeline(transformer, m.ltx.vae(CPU, torch.float32, tiny=True))(
+        **m.ltx.prompt(transformer, CPU, torch.float32),
         num_frames=size.frames,
         height=size.height,
         width=size.width,
-        frame_rate=ltx.FRAME_RATE,
+        frame_rate=m.ltx.FRAME_RATE,
         num_inference_steps=2,
         guidance_scale=3.0,
         output_type="latent",
@@ -347,25 +324,25 @@ EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=
 FLOW = functools.partial(
     diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
 )
-LTX2_CALL = {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": ltx2.FRAME_RATE}
+LTX2_CALL = {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": m.ltx2.FRAME_RATE}
 NO_GUIDANCE = {"guidance_scale": 1.0, "audio_guidance_scale": 1.0}
 # The pipeline, its scheduler, and arguments of its call.
 PIPELINES = {
-    flux: ("FluxPipeline", EULER, {"guidance_scale": flux.GUIDANCE}),
-    flux2: ("Flux2Pipeline", EULER, {"guidance_scale": flux2.GUIDANCE}),
-    sd3: ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler, {}),
-    qwenimage: ("QwenImagePipeline", EULER, {}),
-    sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
-    wan: ("WanPipeline", FLOW, {}),
-    cogvideox: ("CogVideoXPipeline", diffusers.CogVideoXDDIMScheduler, {}),
-    hunyuan_video15: ("HunyuanVideo15Pipeline", FlowMatchEulerDiscreteScheduler, {}),
-    krea2: ("Krea2Pipeline", EULER, {"guidance_scale": 0.0}),
-    ltx2: ("LTX2Pipeline", EULER, LTX2_CALL),
-    ltx2_distilled: ("LTX2Pipeline", EULER, {**LTX2_CALL, **NO_GUIDANCE}),
-    z_image: ("ZImagePipeline", EULER, {"guidance_scale": 0.0}),
-    chroma: ("ChromaPipeline", EULER, {"guidance_scale": 1.0}),
-    lumina2: ("Lumina2Pipeline", FlowMatchEulerDiscreteScheduler, {"guidance_scale": 1.0}),
-    mochi: ("MochiPipeline", FlowMatchEulerDiscreteScheduler, {}),
+    m.flux: ("FluxPipeline", EULER, {"guidance_scale": m.flux.GUIDANCE}),
+    m.flux2: ("Flux2Pipeline", EULER, {"guidance_scale": m.flux2.GUIDANCE}),
+    m.sd3: ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler, {}),
+    m.qwenimage: ("QwenImagePipeline", EULER, {}),
+    m.sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
+    m.wan: ("WanPipeline", FLOW, {}),
+    m.cogvideox: ("CogVideoXPipeline", diffusers.CogVideoXDDIMScheduler, {}),
+    m.hunyuan_video15: ("HunyuanVideo15Pipeline", FlowMatchEulerDiscreteScheduler, {}),
+    m.krea2: ("Krea2Pipeline", EULER, {"guidance_scale": 0.0}),
+    m.ltx2: ("LTX2Pipeline", EULER, LTX2_CALL),
+    m.ltx2_distilled: ("LTX2Pipeline", EULER, {**LTX2_CALL, **NO_GUIDANCE}),
+    m.z_image: ("ZImagePipeline", EULER, {"guidance_scale": 0.0}),
+    m.chroma: ("ChromaPipeline", EULER, {"guidance_scale": 1.0}),
+    m.lumina2: ("Lumina2Pipeline", FlowMatchEulerDiscreteScheduler, {"guidance_scale": 1.0}),
+    m.mochi: ("MochiPipeline", FlowMatchEulerDiscreteScheduler, {}),
 }
 
 
@@ -385,11 +362,11 @@ class Autoencoder:
 
 # Parts that a pipeline needs beside the transformer and the scheduler.
 PARTS = {
-    hunyuan_video15: {
+    m.hunyuan_video15: {
         "guider": diffusers.ClassifierFreeGuidance(enabled=False),
         "vae": Autoencoder(),
     },
-    **dict.fromkeys((ltx2, ltx2_distilled), {"connectors": Connectors()}),
+    **dict.fromkeys((m.ltx2, m.ltx2_distilled), {"connectors": Connectors()}),
 }
 
 
@@ -400,31 +377,31 @@ def passed_by_pipeline(published, transformer, benchmark):
     parameters = inspect.signature(cls.__init__).parameters.values()
     parts = {p.name: None for p in parameters if p.default is p.empty and p.name != "self"}
     parts |= PARTS.get(published, {})
-    denoiser = "unet" if published is sdxl else "transformer"
+    denoiser = "unet" if published is m.sdxl else "transformer"
     pipe = cls(**{**parts, denoiser: transformer, "scheduler": scheduler()})
     pipe.set_progress_bar_config(disable=True)
     text, pooled = benchmark.get("encoder_hidden_states"), benchmark.get("pooled_projections")
-    if published is sdxl:
+    if published is m.sdxl:
         pooled = benchmark["added_cond_kwargs"]["text_embeds"]
-    given = {"prompt_embeds": benchmark["cap_feats"] if published is z_image else text[-1:]}
+    given = {"prompt_embeds": benchmark["cap_feats"] if published is m.z_image else text[-1:]}
     if pooled is not None:
         given["pooled_prompt_embeds"] = pooled[-1:]
-    if published in (krea2, hunyuan_video15):
+    if published in (m.krea2, m.hunyuan_video15):
         given["prompt_embeds_mask"] = benchmark["encoder_attention_mask"]
-    if published is hunyuan_video15:
+    if published is m.hunyuan_video15:
         given["prompt_embeds_2"] = benchmark["encoder_hidden_states_2"]
         given["prompt_embeds_mask_2"] = benchmark["encoder_attention_mask_2"]
-    if published is chroma:
+    if published is m.chroma:
         mask = benchmark["attention_mask"]
         given["prompt_attention_mask"] = mask[:, : text.shape[1]]
-    if published in (lumina2, mochi):
+    if published in (m.lumina2, m.mochi):
         mask = benchmark["encoder_attention_mask"]
         given["prompt_attention_mask"] = mask[-1:]
         given["negative_prompt_attention_mask"] = mask[:1]
-    if published in (ltx2, ltx2_distilled):
+    if published in (m.ltx2, m.ltx2_distilled):
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             given[name] = benchmark["encoder_attention_mask"][:1]
-    if published in (sd3, sdxl, wan, cogvideox, ltx2, mochi):
+    if published in (m.sd3, m.sdxl, m.wan, m.cogvideox, m.ltx2, m.mochi):
         given["negative_prompt_embeds"] = text[:1]
         if pooled is not None:
             given["negative_pooled_prompt_embeds"] = pooled[:1]
@@ -460,7 +437,7 @@ MADE_BY_THE_PIPELINE = {"hidden_states", "audio_hidden_states", "sample", "x"} |
 }
 
 
-@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (ltx, *PIPELINES)])
+@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (m.ltx, *PIPELINES)])
 def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     """Arguments of the first forward: names, shapes and dtypes, and values except latents and timesteps."""
     passed = {}
@@ -474,11 +451,11 @@ def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     monkeypatch.setattr(twin, "forward", forward)
     benchmark = published.inputs(tiny(published), published.TINY_SIZES[0], CPU, torch.float32)
     with pytest.raises(FirstForwardError):
-        if published is ltx:
+        if published is m.ltx:
             passed_by_ltx_pipeline(twin)
         else:
             passed_by_pipeline(published, twin, benchmark)
-    if published is ltx:
+    if published is m.ltx:
         assert passed.pop("attention_kwargs") is None
     assert set(benchmark) == set(passed)
     for name, value in benchmark.items():
@@ -486,8 +463,8 @@ def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
 
 
 def test_positions_of_flux3_are_those_of_diffusers_modular_pipeline():
-    benchmark = flux3.inputs(tiny(flux3), flux3.TINY_SIZES[0], CPU, torch.float32)
-    rows_and_columns = flux3.TINY_SIZES[0].latent
+    benchmark = m.flux3.inputs(tiny(m.flux3), m.flux3.TINY_SIZES[0], CPU, torch.float32)
+    rows_and_columns = m.flux3.TINY_SIZES[0].latent
     scale = before_denoise.Flux3PrepareLatentsStep().image_rope_scale
     expected = before_denoise._prepare_image_ids(*rows_and_columns, scale)
     assert torch.equal(benchmark["img_ids"], expected)
@@ -500,19 +477,12 @@ def test_positions_of_flux3_are_those_of_diffusers_modular_pipeline():
 # CUDA graphs
 
 
-@pytest.mark.parametrize(
-    ("published", "is_captured"), [(ltx, True), (hunyuan_video15, False)], ids=["ltx", "hunyuan"]
-)
-def test_a_forward_that_is_not_captured_has_no_figures(
-    graphs,  # noqa: F811
-    published,
-    is_captured,
-    capsys,
-    monkeypatch,
-):
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video15"])
+def test_a_forward_that_is_not_captured_has_no_figures(graphs, name, capsys, monkeypatch):  # noqa: F811
     """HunyuanVideo 1.5 indexes by a mask. The other modes are measured, and a sentence says why."""
     few_padding_tokens(monkeypatch)
-    if published is hunyuan_video15:
+    published, is_captured = options.MODELS[name], name == "ltx"
+    if not is_captured:
         monkeypatch.setattr(published, "inputs", functools.partial(published.inputs, text_tokens=8))
     modes = ["injected", models.GRAPHS]
     settings = bench_models.Settings(published, CPU, torch.float32, modes, 1, 1, 0.0, 1, False)

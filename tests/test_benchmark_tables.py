@@ -36,7 +36,6 @@ import whole_pipelines
 import render_docs
 import render_plots
 from documents.common import TABLES
-from documents.operations import attention_label
 
 ANY_DEVICE = ("trained_attention",)  # scores in float32
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)<!-- end table -->", re.DOTALL)
@@ -179,28 +178,6 @@ def made_up_attention():
         entries.append({**entry, "slowest_over_fastest": slowest, "inputs": of_kinds})
     result = {"environment": ENVIRONMENT, "peers": {"cudnn": "9", "flash": "2", "fa3": "3"}}
     return result | {"ceilings": {"date": "x", "command": "x"}, "workloads": entries}
-
-
-def test_attention(made_up_attention, tmp_path):
-    entries = {attention_label(e): e for e in made_up_attention["workloads"]}
-    size = "2×8064×8064×32×64"
-    of_kinds = entries[size]["inputs"]
-    of_kinds["std 6"]["cold"]["over"].update(fa3=1.1, cudnn=2.0)
-    of_kinds["rising"]["cold"]["over"].update(fa3=0.9)
-    entries["2×8064×128×32×64, text mask"]["inputs"]["std 3"]["cold"]["over"].update(cudnn=1.4)
-    store(tmp_path, "attention", made_up_attention)
-
-    shown = rows_of(tmp_path, "attention")
-    rows = [row[1:] for row in shown if row[0] == size]
-    kinds = ["std 1", "std 6, the worst", "rising", "jump", "steps", "large range"]
-    assert [row[0] for row in rows] == kinds
-    assert rows[0][1:] == ["1775.7 µs", "600 TFLOP/s", "1.50×", "failed", "1.20×", "67%"]
-    assert [row[5] for row in rows[1:3]] == ["1.10×", "0.90×"]
-    rows = [row[1:] for row in shown if row[0].endswith("text mask")]
-    assert [row[0] for row in rows] == ["std 1", "std 3, the worst", "large range"]
-    assert rows[1][3:6] == ["1.40×", "failed", "takes no mask"]
-    assert len({row[0] for row in shown}) == 8
-    assert {row[0] for row in rows_of(tmp_path, "all_attention")} == set(entries)
 
 
 def row_of(rows, what):
