@@ -84,7 +84,7 @@ def test_values(kernel, device, case):
 @pytest.mark.parametrize("case", ["video", "coordinates"])
 def test_angles_have_the_models_bits(kernel, device, case):
     """At the published width, whose angles of thousands of radians reveal any different rounding."""
-    model, plain, _ = pair(kernel, device, blocks=1, heads=32, head_dim=64)
+    model, plain, _ = pair(kernel, device, lambda model: setattr(model.rope, "dim", 2048))
     options = {"video_coords": video_coordinates().to(device)} if case == "coordinates" else {}
     arguments = inputs(model, **options)
     names = ["num_frames", "height", "width", "rope_interpolation_scale"]
