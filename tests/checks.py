@@ -203,13 +203,7 @@ def as_tuple(result):
 
 
 def check(
-    kernel,
-    name,
-    *args,
-    slack=FLOAT32_ARITHMETIC,
-    contract=True,
-    is_channels_last=False,
-    **kwargs,
+    kernel, name, *args, slack=FLOAT32_ARITHMETIC, contract=True, is_channels_last=False, **kwargs
 ):
     """Run an operation and check its contracts. Reference and eager expression are found by name.
 

@@ -467,10 +467,7 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
                 chosen = (*TABLE[plain].modulations, *TABLE[plain].vectors)[::2]
                 return function, {**arguments, **{key: arguments[key].float() for key in chosen}}
             if suffix == SPARSE:
-                return function, {
-                    **arguments,
-                    **dict.fromkeys(optional_tensors(plain)[::2]),
-                }
+                return function, {**arguments, **dict.fromkeys(optional_tensors(plain)[::2])}
             return function, _with_pair_tables(arguments, heads, suffix == BY_COMPLEX)
 
     def tensor(*size, **options):

@@ -27,8 +27,12 @@ QUANTIZED = {
 every_activation = pytest.mark.parametrize("activation", QUANTIZED)
 WITH_BLOCKS = [activation for activation in QUANTIZED if activation.startswith("swiglu")]
 every_with_blocks = pytest.mark.parametrize("activation", WITH_BLOCKS)
-# Rows of one to three packs a thread, and of single elements; those of LTX-Video, FLUX and Wan.
-SIZES = [1, 7, 8, 65, 520, 1000, 3072, 4104, 8192, 12288, 13824, 18432, 18440]
+# With the size of the blocks.
+CALLS = [*((activation, None) for activation in QUANTIZED), *((one, 128) for one in WITH_BLOCKS)]
+# Rows of one to three packs a thread, and of single elements; those of LTX-Video, FLUX and Wan; of one block
+# and of less; rows that are longer than a thread block holds.
+SIZES = [1, 7, 8, 65, 100, 127, 128, 129, 136, 520, 1000, 3072, 4104, 8192, 8200]
+SIZES += [12288, 13824, 18432, 18440, 40000]
 
 
 def in_blocks(tensor):
@@ -74,32 +78,18 @@ def width(activation, hidden):
     return 2 * hidden if QUANTIZED[activation][0] in GATED else hidden
 
 
-@pairwise(activation=QUANTIZED, hidden=SIZES, dtype=DTYPES, bias=BIASES)
-def test_sizes(kernel, device, activation, hidden, dtype, bias):
+@pairwise(call=CALLS, hidden=SIZES, dtype=DTYPES, bias=BIASES)
+def test_sizes(kernel, device, call, hidden, dtype, bias):
+    activation, block_size = call
     x = normal(33, width(activation, hidden), dtype=dtype, device=device, std=2.0)
-    check_activation(kernel, activation, x, **with_bias({}, bias, x))
+    check_activation(kernel, activation, x, block_size, **with_bias({}, bias, x))
 
 
-@pairwise(activation=QUANTIZED, layout=LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
-def test_layouts(kernel, device, activation, layout, hidden, dtype, bias):
+@pairwise(call=CALLS, layout=LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
+def test_layouts(kernel, device, call, layout, hidden, dtype, bias):
+    activation, block_size = call
     x = normal(3, 8, width(activation, hidden), dtype=dtype, device=device, layout=layout)
-    check_activation(kernel, activation, x, **with_bias({}, bias, x))
-
-
-# Those of one block and of less, and rows that are longer than a thread block holds.
-BLOCKED_SIZES = [1, 100, 127, 128, 129, 136, *SIZES[4:], 8200, 40000]
-
-
-@pairwise(activation=WITH_BLOCKS, hidden=BLOCKED_SIZES, dtype=DTYPES, bias=BIASES)
-def test_sizes_in_blocks(kernel, device, activation, hidden, dtype, bias):
-    x = normal(33, 2 * hidden, dtype=dtype, device=device, std=2.0)
-    check_activation(kernel, activation, x, 128, **with_bias({}, bias, x))
-
-
-@pairwise(activation=WITH_BLOCKS, layout=LAYOUTS, hidden=[65, 2048], dtype=DTYPES, bias=BIASES)
-def test_layouts_in_blocks(kernel, device, activation, layout, hidden, dtype, bias):
-    x = normal(3, 8, 2 * hidden, dtype=dtype, device=device, layout=layout)
-    check_activation(kernel, activation, x, 128, **with_bias({}, bias, x))
+    check_activation(kernel, activation, x, block_size, **with_bias({}, bias, x))
 
 
 @every_with_blocks
@@ -112,11 +102,12 @@ def test_blocks_are_rows_of_their_own(kernel, device, activation, dtype):
     assert_same_bits((values, scales), (rows.flatten(1), row_scales.flatten(1)))
 
 
-@every_activation
-@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64)], ids=str)
-def test_empty(kernel, device, activation, shape):
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("shape", [(0, 64), (0, 512), (3, 0), (2, 0, 64)], ids=str)
+def test_empty(kernel, device, call, shape):
+    activation, block_size = call
     x = normal(*shape, dtype=torch.bfloat16, device=device)
-    check_activation(kernel, activation, x)
+    check_activation(kernel, activation, x, block_size)
 
 
 @every_activation
@@ -144,14 +135,6 @@ def test_zeros_and_nan_in_blocks(kernel, device, hidden):
     is_lost[1, 128:256] = is_lost[2, (hidden - 1) // 128 * 128 :] = True
     assert torch.equal(values.float().isnan(), is_lost)
     assert torch.equal(scales.isnan(), is_lost[:, ::128])
-
-
-@pytest.mark.parametrize("shape", [(0, 64), (0, 512), (3, 0), (2, 0, 64)], ids=str)
-def test_empty_in_blocks(kernel, device, shape):
-    values, scales = kernel.swiglu_fp8(torch.ones(shape, device=device), block_size=128)
-    assert values.dtype == FP8 and values.shape == (*shape[:-1], shape[-1] // 2)
-    assert scales.dtype == torch.float32
-    assert scales.shape == (*shape[:-1], math.ceil(shape[-1] / 2 / 128))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,23 +170,6 @@ def test_columns_of_flux2(kernel, device, block_size):
     check_columns(kernel, x, 18432, 6144, 24576, activated="first", block_size=block_size)
 
 
-def test_attention_beside_activation(kernel, device):
-    """As in FLUX.2's single blocks: one product of two quantized parts, which are never concatenated."""
-    attended = normal(2, 40, 256, dtype=torch.bfloat16, device=device)
-    x = normal(2, 40, 2 * 768, dtype=torch.bfloat16, device=device)
-    values = torch.empty(2, 40, 1024, device=device).to(FP8)
-    scales = torch.empty(2, 40, 8, device=device)
-    how = {"activated": "first", "block_size": 128}
-    kernel.quantize_fp8(attended, block_size=128, out=(values[..., :256], scales[..., :2]))
-    kernel.swiglu_fp8(x, **how, out=(values[..., 256:], scales[..., 2:]))
-    weight = kernel.quantize_fp8(normal(64, 1024, dtype=torch.float32, device=device))
-    activated = references.swiglu(x, activated="first")
-    row = torch.cat([attended.double(), activated], -1)
-    exact = row @ (weight[0].double() * weight[1].double()).T
-    out = kernel.linear_fp8(values, scales, *weight)
-    assert (out.double() - exact).norm() < 0.05 * exact.norm()
-
-
 # --------------------------------------------------------------------------------------------------
 # Errors
 
@@ -230,16 +196,8 @@ def test_the_operator_refuses_blocks_of_other_activations(kernel, device, is_sil
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("hidden", [7, 2048, 12288, 40000])
-@every_dtype
-def test_smoke_in_blocks(kernel, device, hidden, dtype):
-    x = normal(3, 2 * hidden, dtype=dtype, device=device)
-    check_activation(kernel, "swiglu", x, 128, **with_bias({}, "contiguous", x))
-
-
-@pytest.mark.sanitize
-@every_activation
-@pytest.mark.parametrize("hidden", [7, 2048, 12288])
-def test_smoke(kernel, device, activation, hidden):
-    x = normal(3, width(activation, hidden), dtype=torch.bfloat16, device=device)
-    check_activation(kernel, activation, x, **with_bias({}, "contiguous", x))
+@pairwise(call=CALLS, hidden=[7, 2048, 12288, 40000], dtype=DTYPES)
+def test_smoke(kernel, device, call, hidden, dtype):
+    activation, block_size = call
+    x = normal(3, width(activation, hidden), dtype=dtype, device=device)
+    check_activation(kernel, activation, x, block_size, **with_bias({}, "contiguous", x))

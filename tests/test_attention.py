@@ -7,13 +7,7 @@ import torch
 
 import attention_inputs
 import references
-from checks import (
-    MemorySnapshot,
-    assert_rounded_once,
-    check,
-    check_nonfinite,
-    poison_memory,
-)
+from checks import MemorySnapshot, assert_rounded_once, check, check_nonfinite, poison_memory
 from inputs import (
     LAYOUTS,
     PACKED_FORMS,
@@ -295,17 +289,19 @@ def test_gradients_with_gate_and_addend(kernel, device, leaf, keys):
     assert (grads[0] - grads[1]).norm() <= 0.02 * grads[1].norm()
 
 
-@pairwise(option=["plain", "bias", "lengths"], head_dim=HEAD_DIMS, dtype=HALVES)
-def test_without_keys(kernel, device, option, head_dim, dtype):
-    q, k, v = query_key_value(2, 70, 0, 3, head_dim, dtype, device)
+@pairwise(option=["plain", "bias", "lengths"], queries=[0, 1, 70], head_dim=HEAD_DIMS, dtype=HALVES)
+def test_without_keys(kernel, device, option, queries, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, 0, 3, head_dim, dtype, device)
     options = {
         "plain": {},
         "bias": {"key_bias": torch.empty(2, 0, dtype=dtype, device=device)},
         "lengths": {"key_lengths": key_lengths([0, 5], device)},
     }[option]
-    poison_memory(q)
-    out = kernel.attention(q, k, v, **options)
-    assert out.shape == q.shape and not out.any()
+    poison_memory(q, torch.empty(q.shape[:3], device=device))
+    out, lse = kernel.attention(q, k, v, **options, return_lse=True)
+    assert lse.shape == q.shape[:3] and lse.isneginf().all()
+    for result in (out, kernel.attention(q, k, v, **options)):
+        assert result.shape == q.shape and not result.any()
 
 
 @pytest.mark.parametrize(
@@ -516,10 +512,17 @@ def test_bias_and_lengths(kernel, device, lengths, bias_dtype, head_dim, dtype):
 # Values
 
 
-@pairwise(queries=FEW_AND_MANY, std=[0.0, 1e-3, 5.0, 30.0], head_dim=HEAD_DIMS, dtype=HALVES)
-def test_range_of_scores(kernel, device, queries, std, head_dim, dtype):
-    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
-    check_attention(kernel, q * std, k, v)
+@pairwise(
+    queries=FEW_AND_MANY,
+    std=[0.0, 1e-3, 5.0, 30.0],
+    keys=[100, 300, 600],
+    return_lse=[False, True],
+    head_dim=HEAD_DIMS,
+    dtype=HALVES,
+)
+def test_range_of_scores(kernel, device, queries, std, keys, return_lse, head_dim, dtype):
+    q, k, v = query_key_value(2, queries, keys, 2, head_dim, dtype, device)
+    check_attention(kernel, q * std, k, v, return_lse=return_lse)
 
 
 @pairwise(
@@ -677,10 +680,7 @@ NONFINITE = {
     "score_of_minus_infinity": [("k", (0, 100, 1, 5), -math.inf), ("v", (1, 3), math.nan)],
     "nan_in_a_value": [("v", (0, 100, 1, 5), math.nan)],
     "infinity_in_a_value": [("v", (0, 100, 1, 5), math.inf), ("v", (1, 0, 0, 7), -math.inf)],
-    "both_infinities_in_values": [
-        ("v", (0, 100, 1, 5), math.inf),
-        ("v", (0, 0, 1, 5), -math.inf),
-    ],
+    "both_infinities_in_values": [("v", (0, 100, 1, 5), math.inf), ("v", (0, 0, 1, 5), -math.inf)],
 }
 
 
@@ -692,6 +692,10 @@ def test_nonfinite_values(kernel, device, queries, change, head_dim, dtype):
     for name, index, value in NONFINITE[change]:
         {"q": q, "k": k, "v": v}[name][index] = value
     check_nonfinite(kernel, "attention", q, k, v, slack=torch.finfo(dtype).eps)
+    _, lse = kernel.attention(q, k, v, return_lse=True)
+    _, expected = references.attention(q, k, v, return_lse=True)
+    expected = expected.masked_fill(expected == math.inf, math.nan)  # of a score of infinity
+    torch.testing.assert_close(lse.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
 
 
 @pairwise(value=[math.nan, math.inf], bias_dtype=BIAS_DTYPES, dtype=HALVES)
@@ -754,24 +758,6 @@ def test_lse(kernel, device, size, head_dim, dtype, layout, heads, masked, extra
         assert lse[entry].isneginf().all()
         if "addend" not in options:
             assert not out[entry].any()
-
-
-@pairwise(queries=[0, 1, 70], masked=[False, True], head_dim=HEAD_DIMS, dtype=HALVES)
-def test_lse_without_keys(kernel, device, queries, masked, head_dim, dtype):
-    q, k, v = query_key_value(2, queries, 0, 3, head_dim, dtype, device)
-    lengths = key_lengths([0, 5], device) if masked else None
-    poison_memory(q, torch.empty(q.shape[:3], device=device))
-    out, lse = kernel.attention(q, k, v, key_lengths=lengths, return_lse=True)
-    assert out.shape == q.shape and not out.any()
-    assert lse.shape == q.shape[:3] and lse.isneginf().all()
-
-
-@pairwise(
-    queries=FEW_AND_MANY, std=[1e-3, 5.0, 30.0], keys=[100, 600], head_dim=HEAD_DIMS, dtype=HALVES
-)
-def test_lse_of_a_range_of_scores(kernel, device, queries, std, keys, head_dim, dtype):
-    q, k, v = query_key_value(2, queries, keys, 2, head_dim, dtype, device)
-    check_attention(kernel, q * std, k, v, return_lse=True)
 
 
 def rescaled_and_recomputed_rows(head_dim, device):
@@ -837,20 +823,6 @@ def test_parts_of_the_keys_are_merged_by_lse(
     bound = references.attention(q, k, v.abs(), **options)
     slack = 2 * torch.finfo(dtype).eps * bound + float16_slack(q, k, v, options) + 1e-6
     assert_rounded_once(merged, expected, slack)
-
-
-@pairwise(change=NONFINITE, queries=FEW_AND_MANY, head_dim=HEAD_DIMS, dtype=HALVES)
-def test_nan_in_lse(kernel, device, queries, change, head_dim, dtype):
-    """As in the scores; a score of infinity also gives NaN."""
-    q, k, v = query_key_value(2, queries, 300, 2, head_dim, dtype, device)
-    if change == "score_of_minus_infinity":
-        q.abs_()
-    for name, index, value in NONFINITE[change]:
-        {"q": q, "k": k, "v": v}[name][index] = value
-    _, lse = kernel.attention(q, k, v, return_lse=True)
-    _, expected = references.attention(q, k, v, return_lse=True)
-    expected = expected.masked_fill(expected == math.inf, math.nan)
-    torch.testing.assert_close(lse.double(), expected, rtol=4e-6, atol=4e-6, equal_nan=True)
 
 
 def test_lse_excludes_out(kernel, device):

@@ -8,16 +8,9 @@ import torch.nn.functional as F
 
 import references
 from checks import FLOAT32_ARITHMETIC, assert_rounded_once, check, check_nonfinite
-from inputs import (
-    DTYPES,
-    IMAGE_LAYOUTS,
-    MIXTURES,
-    every_dtype,
-    laid_out,
-    mixed,
-    normal,
-    pairwise,
-)
+from inputs import DTYPES, IMAGE_LAYOUTS, MIXTURES, every_dtype, laid_out, mixed, normal, pairwise
+from test_group_norm import everything as of_group_norm
+from test_group_norm import spread
 
 every_memory = pytest.mark.parametrize(
     "is_last", [False, True], ids=["contiguous", "channels_last"]
@@ -63,11 +56,7 @@ def test_shapes_of_models(kernel, device, shape, is_last, dtype):
 
 
 @pairwise(
-    channels=CHANNELS,
-    positions=POSITIONS,
-    is_last=IS_LAST,
-    dtype=DTYPES,
-    activation=[None, *SILU],
+    channels=CHANNELS, positions=POSITIONS, is_last=IS_LAST, dtype=DTYPES, activation=[None, *SILU]
 )
 def test_channels_and_positions(kernel, device, channels, positions, is_last, dtype, activation):
     """With all optional arguments and each activation, and with no optional argument."""
@@ -228,50 +217,78 @@ def test_silu_of_large_values(kernel, device, is_last, dtype):
     check_norm(kernel, x, is_last, bias=bias, activation="silu", slack=slack)
 
 
+# --------------------------------------------------------------------------------------------------
+# With group_norm
+
+# A function of x and the groups, and all optional arguments.
+NORMS = {
+    "group_norm": (lambda kernel, x, groups, **o: kernel.group_norm(x, groups, **o), of_group_norm),
+    "channel_rms_norm": (
+        lambda kernel, x, groups, **o: kernel.channel_rms_norm(x, **o),
+        everything,
+    ),
+}
+every_norm = pytest.mark.parametrize("name", NORMS)
+
+
 @pairwise(
+    name=NORMS,
     shape=[(0, 32, 4, 4), (2, 0, 4, 4), (2, 32, 0, 4), (2, 32, 4, 0), (0, 32, 1), (2, 0, 1)],
     is_last=IS_LAST,
     dtype=DTYPES,
 )
-def test_empty_tensors(kernel, device, shape, is_last, dtype):
+def test_empty_tensors(kernel, device, name, shape, is_last, dtype):
+    norm, everything_of = NORMS[name]
     x = torch.empty(shape, dtype=dtype, device=device)
     if is_last and len(shape) == 4:
         x = x.to(memory_format=torch.channels_last)
-    out = kernel.channel_rms_norm(x, **everything(x), activation="silu")
+    out = norm(kernel, x, 4, **everything_of(x), activation="silu")
     assert out.shape == shape and out.dtype == dtype and out.device == x.device
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0)], ids=str)
+def test_empty_tensors_without_pixels(kernel, device, shape):
+    x = torch.empty(shape, device=device)
+    assert kernel.group_norm(x, 4, **of_group_norm(x)).shape == shape
+
+
+@every_norm
 @pytest.mark.parametrize("dim", range(5))
 @every_memory
-def test_vmap_of_images(kernel, device, dim, is_last):
-    x = laid_out(normal(2, 8, 3, 4, dtype=torch.float32, device=device), is_last)
+def test_vmap_of_images(kernel, device, name, dim, is_last):
+    """The caller has not chosen the layout with vmap's dimension among an image's."""
+    norm, everything_of = NORMS[name]
+    x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), is_last)
     several = torch.stack([x, x * 2, x + 1], dim)
-    options = everything(x)
-    outs = torch.vmap(lambda one: kernel.channel_rms_norm(one, **options), in_dims=dim)(several)
-    expected = [references.channel_rms_norm(one, **options) for one in several.unbind(dim)]
+    options = everything_of(x)
+    outs = torch.vmap(lambda one: norm(kernel, one, 2, **options), in_dims=dim)(several)
+    expected = [norm(references, one, 2, **options) for one in several.unbind(dim)]
     assert_rounded_once(outs, torch.stack(expected))
 
 
+@every_norm
 @every_memory
-def test_compile_with_any_size(kernel, device, is_last):
+def test_compile_with_any_size(kernel, device, name, is_last):
     """One graph for images of several sizes, which keeps their layout."""
 
     def norm(x):
-        return kernel.channel_rms_norm(x + 1, activation="silu") * 2
+        return NORMS[name][0](kernel, x + 1, 2, activation="silu") * 2
 
     torch._dynamo.reset()
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in ((2, 8, 6, 5), (2, 8, 9, 4), (3, 8, 12, 7)):
-        x = laid_out(normal(*size, dtype=torch.bfloat16, device=device), is_last)
+        x = laid_out(spread(size, 2, torch.bfloat16, device), is_last)
         with torch.no_grad():
             out, expected = compiled(x), norm(x)
         assert torch.equal(out, expected) and out.stride() == expected.stride() == x.stride()
 
 
+@every_norm
 @every_memory
-def test_gradients_keep_the_memory_format(kernel, device, is_last):
-    x = laid_out(normal(2, 8, 3, 4, dtype=torch.float32, device=device), is_last)
-    out = kernel.channel_rms_norm(x.requires_grad_(), **everything(x), activation="silu")
+def test_gradients_keep_the_memory_format(kernel, device, name, is_last):
+    norm, everything_of = NORMS[name]
+    x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), is_last)
+    out = norm(kernel, x.requires_grad_(), 2, **everything_of(x), activation="silu")
     (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
     assert gradient.stride() == out.stride() == x.stride()
 

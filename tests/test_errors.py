@@ -17,13 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from checks import (
-    MemorySnapshot,
-    compiled_outcome,
-    map_tensors,
-    outcome,
-    tensors_of,
-)
+from checks import MemorySnapshot, compiled_outcome, map_tensors, outcome, tensors_of
 from conftest import CHECKOUT, load_kernel
 from inputs import (
     BRANCH,
@@ -104,11 +98,7 @@ def replace(argument, change):
             pair[field] = change(pair[field])
             arguments[axis] = tuple(pair)
             return
-        for group, indices in (
-            ("rope", ROPE_FIELDS),
-            ("k_rope", KEY_FIELDS),
-            ("out", OUT_FIELDS),
-        ):
+        for group, indices in (("rope", ROPE_FIELDS), ("k_rope", KEY_FIELDS), ("out", OUT_FIELDS)):
             if argument in indices and group in arguments:
                 value, index = arguments[group], indices[argument]
                 fields = list(value)
@@ -990,12 +980,7 @@ limit(
     lambda n: {key: rows(n, 1, 1) for key in ("q", "k", "v")},
     refused=2**30 + 1,
 )
-limit(
-    "attention",
-    f"{QUERIES} 1 * {{}} * 1",
-    lambda n: {"q": rows(1, n, 1)},
-    refused=2**30 + 1,
-)
+limit("attention", f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, refused=2**30 + 1)
 limit(
     "attention",
     "k must have a seq of at most 1073741824, got {}",

@@ -237,47 +237,6 @@ def test_silu_of_large_values(kernel, device, dtype):
     check_group_norm(kernel, x, 2, False, **options, slack=slack)
 
 
-@pairwise(
-    shape=[(0, 32, 4, 4), (2, 0, 4, 4), (2, 32, 0, 4), (2, 32, 4, 0), (0, 32), (2, 0)],
-    is_last=IS_LAST,
-    dtype=DTYPES,
-)
-def test_empty_tensors(kernel, device, shape, is_last, dtype):
-    x = torch.empty(shape, dtype=dtype, device=device)
-    if is_last and len(shape) == 4:
-        x = x.to(memory_format=torch.channels_last)
-    out = kernel.group_norm(x, 4, **everything(x), activation="silu")
-    assert out.shape == shape and out.dtype == dtype and out.device == x.device
-
-
-@pytest.mark.parametrize("dim", range(5))
-@every_memory
-def test_vmap_of_images(kernel, device, dim, is_last):
-    """The caller has not chosen the layout with vmap's dimension among an image's."""
-    x = laid_out(spread((2, 8, 3, 4), 2, torch.float32, device), is_last)
-    several = torch.stack([x, x * 2, x + 1], dim)
-    options = everything(x)
-    outs = torch.vmap(lambda one: kernel.group_norm(one, 2, **options), in_dims=dim)(several)
-    expected = [references.group_norm(one, 2, **options) for one in several.unbind(dim)]
-    assert_rounded_once(outs, torch.stack(expected))
-
-
-@every_memory
-def test_compile_with_any_size(kernel, device, is_last):
-    """One graph for images of several sizes, which keeps their layout."""
-
-    def norm(x):
-        return kernel.group_norm(x + 1, 2, activation="silu") * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=True)
-    for size in ((2, 8, 6, 5), (2, 8, 9, 4), (3, 8, 12, 7)):
-        x = laid_out(spread(size, 2, torch.bfloat16, device), is_last)
-        with torch.no_grad():
-            out, expected = compiled(x), norm(x)
-        assert torch.equal(out, expected) and out.stride() == expected.stride() == x.stride()
-
-
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("shape", "groups", "layout", "dtype"),

@@ -40,29 +40,9 @@ every_nonfinite = pytest.mark.parametrize("value", [math.nan, math.inf, -math.in
 
 # Rows of few values, rows that fit in registers, in shared memory and in several multiprocessors, with and
 # without multiples of a vector, and longer ones.
-SIZES = [
-    1,
-    2,
-    3,
-    7,
-    8,
-    63,
-    64,
-    65,
-    128,
-    256,
-    1000,
-    1536,
-    2048,
-    2432,
-    3072,
-    4096,
-    5120,
-    6144,
-    8192,
-    8200,
-]
-SIZES += [10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000, 1_000_000]
+SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 128, 256, 1000, 1536, 2048, 2432, 3072, 4096, 5120, 6144, 8192]
+SIZES += [8200, 10240, 16384, 20480, 32768, 32776, 40000, 65528, 65536, 70001, 131080, 800_000]
+SIZES += [1_000_000]
 SMALL, LONG = 63, 32776
 
 
@@ -114,13 +94,7 @@ def check_rows(kernel, name, arguments, **options):
     return check(kernel, name, **arguments, **options)
 
 
-@pairwise(
-    name=ROW_NORMS,
-    hidden=SIZES,
-    dtype=DTYPES,
-    given=CHOICES,
-    mixture=[None, *MIXTURES],
-)
+@pairwise(name=ROW_NORMS, hidden=SIZES, dtype=DTYPES, given=CHOICES, mixture=[None, *MIXTURES])
 def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     is_small, is_long = hidden <= SMALL, hidden > LONG
     rows = 3 if is_small or is_long else rows_of(hidden, dtype) // 2

@@ -24,14 +24,7 @@ from inputs import (
     widest_dtype,
     writing_call,
 )
-from test_errors import (
-    OUT_FIELDS,
-    assert_refused,
-    longer,
-    refused_unchanged,
-    replace,
-    sentence,
-)
+from test_errors import OUT_FIELDS, assert_refused, longer, refused_unchanged, replace, sentence
 
 every_operation = pytest.mark.parametrize("name", WITH_OUT)
 every_output = pytest.mark.parametrize(

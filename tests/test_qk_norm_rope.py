@@ -284,11 +284,7 @@ def test_coordinate_tables(kernel, device, size, batch):
 
 
 @pairwise(
-    value=NONFINITE,
-    where=["q", "coordinates"],
-    norm=NORM_SCOPES,
-    layout=PAIR_LAYOUTS,
-    dtype=DTYPES,
+    value=NONFINITE, where=["q", "coordinates"], norm=NORM_SCOPES, layout=PAIR_LAYOUTS, dtype=DTYPES
 )
 def test_nonfinite_values(kernel, device, value, where, norm, layout, dtype):
     q, k = query_and_key((2, 9, 4, 64), dtype, device)

@@ -11,29 +11,8 @@ from inputs import DTYPES, LAYOUTS, every_dtype, normal, pairwise
 
 # From rows that fit in a few threads to rows that need several multiprocessors. The last ones do not fit in
 # these, and one is not a multiple of a vector.
-SIZES = [
-    1,
-    2,
-    3,
-    7,
-    8,
-    63,
-    64,
-    65,
-    256,
-    1000,
-    2048,
-    4096,
-    8192,
-    8200,
-    16384,
-    24584,
-    32768,
-    40000,
-    65528,
-    65536,
-]
-SIZES += [131080, 1_000_000, 300_001]
+SIZES = [1, 2, 3, 7, 8, 63, 64, 65, 256, 1000, 2048, 4096, 8192, 8200, 16384, 24584, 32768]
+SIZES += [40000, 65528, 65536, 131080, 300_001, 1_000_000]
 
 
 def check_softmax(kernel, x, contract=True):
@@ -68,42 +47,30 @@ def test_sizes(kernel, device, hidden, dtype):
     check_softmax(kernel, x, contract)
 
 
+def constant(*rows):
+    return lambda x: torch.tensor(rows, device=x.device).expand_as(x)
+
+
+def even_steps(first, last):
+    return lambda x: torch.linspace(first, last, x.shape[-1], device=x.device).expand_as(x)
+
+
 # Changes of rows that are standard normal.
-def far_below(x):
-    x -= 3000.0
+CHANGES = {
+    "far_below": lambda x: x - 3000.0,
+    "far_above": lambda x: x + 60000.0,
+    "wide": lambda x: x * 100,  # most values of a row underflow
+    # A running maximum that changes with every value, or never.
+    "ascending": even_steps(-12, 12),
+    "descending": even_steps(12, -12),
+    "of_one_value": constant([0.0], [-3.0], [30000.0]),
+}
 
 
-def far_above(x):
-    x += 60000.0
-
-
-def wide(x):
-    """Most values of a row underflow."""
-    x *= 100
-
-
-def ascending(x):
-    """A running maximum that changes with every value, or never."""
-    x[:] = torch.linspace(-12, 12, x.shape[-1], device=x.device)
-
-
-def descending(x):
-    x[:] = torch.linspace(12, -12, x.shape[-1], device=x.device)
-
-
-def of_one_value(x):
-    x[:] = torch.tensor([[0.0], [-3.0], [30000.0]], device=x.device)
-
-
-@pairwise(
-    change=[far_below, far_above, wide, ascending, descending, of_one_value],
-    hidden=[1, 7, 65, 2048, 40000, 300_001],
-    dtype=DTYPES,
-)
+@pairwise(change=CHANGES, hidden=[1, 7, 65, 2048, 40000, 300_001], dtype=DTYPES)
 def test_values(kernel, device, change, hidden, dtype):
-    x = normal(3, hidden, dtype=torch.float32, device=device)
-    change(x)
-    check_softmax(kernel, x.to(dtype), contract=False)
+    x = CHANGES[change](normal(3, hidden, dtype=torch.float32, device=device))
+    check_softmax(kernel, x.to(dtype).contiguous(), contract=False)
 
 
 @pytest.mark.parametrize("hidden", [63, 1000, 40000, 300_001])
