@@ -10,6 +10,7 @@
 # PYTHON        interpreter (default python3) with Torch for CUDA and requirements/test.txt
 # PROCESSES     number of test processes (default one per core, at most 15)
 # LEFT_OUT      test files to leave out of the steps test and sanitize
+# DRAW          all or slow: the step test draws cases (tests/selection.py; default every case)
 # SEQUENCES, FIRST_SEED   for the step sequences (default 2500 and 0)
 # MODELS, MODEL_OPTIONS   for the steps models and graphs (default all models; "ltx,flux", "--rounds 5")
 set -uo pipefail
@@ -18,6 +19,7 @@ PYTHON=${PYTHON:-python3}
 OUT=$(realpath -m "${OUT:-build/gpu_check}")
 PROCESSES=${PROCESSES:-$(($(nproc) > 15 ? 15 : $(nproc)))}
 LEFT_OUT=${LEFT_OUT:-}
+DRAW=${DRAW:-}
 SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
@@ -36,8 +38,8 @@ step_test() {
   for file in $LEFT_OUT; do
     arguments+=(--leave-out "$file")
   done
-  "$PYTHON" tools/record_suite.py "${arguments[@]}" -- --durations=10 --numprocesses "$PROCESSES" \
-    --dist worksteal
+  "$PYTHON" tools/record_suite.py "${arguments[@]}" -- --slowest=20 ${DRAW:+"--draw=$DRAW"} \
+    --numprocesses "$PROCESSES" --dist worksteal
 }
 
 # Only this package's kernels are instrumented. Each tensor gets its own allocation: in Torch's pool an
@@ -54,7 +56,7 @@ step_sanitize() {
   for tool in memcheck racecheck synccheck; do
     echo "--- $tool"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize \
+      --kernel-name kns=h100_diffusers_kernels "$PYTHON" -m pytest -q -x -m sanitize --timeout 0 \
       ${arguments[@]+"${arguments[@]}"} || status=1
   done
   return "$status"

@@ -220,7 +220,7 @@ def main(
             click.echo(
                 f"{mutant['outcome']} {mutant['file']}:{mutant['line']} {mutant['operator']}"
             )
-    report = {
+    report: dict[str, Any] = {
         "seed": seed,
         "drawn": drawn,
         "count": len(mutants),
