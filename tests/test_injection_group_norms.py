@@ -2,7 +2,6 @@
 
 import copy
 
-import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -461,24 +460,3 @@ def test_derivatives_by_transforms(kernel, device):
         assert expected.any()
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
     assert fell_back(report) == {}
-
-
-# --------------------------------------------------------------------------------------------------
-# In models
-
-
-def test_an_autoencoder(kernel, device):
-    """In channels last."""
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(32, 64),
-        norm_num_groups=8,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
-    model, plain, report = injected(kernel, vae.to(device, memory_format=LAST).eval())
-    assert report.levels == {"": "in part"}
-    assert {"ResnetBlock2D", "GroupNorm"} <= {entry.module for entry in report.replaced}
-    x = torch.randn(1, 3, 16, 16, device=device).contiguous(memory_format=LAST)
-    assert_alike(model, plain, {"sample": x}, times=1)
-    counted = [calls for calls in report.calls if calls.module == "ResnetBlock2D"]
-    assert counted and all(calls.on_kernels == 1 and not calls.fell_back for calls in counted)

@@ -1,21 +1,66 @@
-"""Configurations and arguments that only FLUX.3, Cosmos or HunyuanVideo has, and relatives of these."""
+"""Configurations and arguments that only FLUX.3, Cosmos, HunyuanVideo, LTX-2 or Z-Image has, and relatives of
+these."""
 
 import copy
 import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import family_hunyuan
-from families import FAMILIES, KERNEL_HEADS, assert_close, prepared, run
+import small_models
+from families import FAMILIES, KERNEL_HEADS, TINY_HEADS, assert_close, prepared, run
 from family import seeded
+from family_ltx2 import LTX23
 from family_relatives import controlnet_of_cosmos
-from injected_pairs import assert_as_close_as_eager, fallen_back, on_kernels
+from family_z_image import (
+    SIGLIP_CHANNELS,
+    control_inputs,
+    controlnet_of_z_image,
+    reference_inputs,
+    z_image_inputs,
+    z_image_model,
+)
+from injected_pairs import (
+    assert_as_close_as_eager,
+    fallen_back,
+    injected,
+    on_kernels,
+    reasons_of,
+)
 from ltx_models import kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-FLUX3, COSMOS = FAMILIES["flux3"], FAMILIES["cosmos"]
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+dtypes = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+
+
+def heads_of(dtype):
+    return TINY_HEADS if dtype == FLOAT32 else KERNEL_HEADS
+
+
+def check_values(kernel, plain, make, dtype, forward=run, samples=4):
+    """In float32 the plain model's values, in 16 bits as close to float32.
+
+    Args:
+        make: ``make(dtype, seed)`` makes the arguments.
+
+    Returns:
+        The calls on kernels of one forward, and the report.
+    """
+    model, plain, report = injected(kernel, plain)
+    calls = kernel_calls(forward, model, make(dtype, 0))
+    assert "attention" in calls or dtype == FLOAT32
+    if dtype == FLOAT32:
+        assert_close(forward(model, make(dtype, 0)), forward(plain, make(dtype, 0)))
+    else:
+        assert_as_close_as_eager(model, plain, make, samples=samples, forward=forward, dtype=dtype)
+    return calls, report
+
+
+FLUX3, COSMOS, LTX2 = FAMILIES["flux3"], FAMILIES["cosmos"], FAMILIES.get("ltx2")
 IMAGE_CHANNELS = 20
 IN_FULL = {"layer_norm_modulate", "gated_residual_layer_norm_modulate", "gated_residual"}
 
@@ -63,38 +108,28 @@ VARIANTS = {
     "learned positions": (COSMOS, {"extra_pos_embed_type": "learnable"}, None),
     "a ControlNet's results": (COSMOS, {"controlnet_block_every_n": 1}, controlled),
     "a mask": (COSMOS, {}, masked),
-    "an image as context": (
-        COSMOS,
-        {"img_context_dim_in": IMAGE_CHANNELS},
-        with_image,
-    ),
+    "an image as context": (COSMOS, {"img_context_dim_in": IMAGE_CHANNELS}, with_image),
     "a time step for each frame": (COSMOS, {}, steps_of_frames),
 }
 
 
+@dtypes
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_variants(kernel, device, variant, dtype):
     family, config, more = VARIANTS[variant]
-    heads = {"heads": 2, "head_dim": 16} if dtype == torch.float32 else KERNEL_HEADS
+    heads = heads_of(dtype)
     hidden = heads["heads"] * heads["head_dim"]
     if "img_context_dim_in" in config:
         config = {**config, "img_context_dim_out": hidden}
-    model, plain, _ = prepared(family, device, dtype, config={**heads, **config})
-    report = kernel.inject_kernels(model)
 
     def make(dtype, seed):
         arguments = family.inputs(device, dtype, seed=seed)
         return {**arguments, **({} if more is None else more(arguments, hidden))}
 
-    calls = kernel_calls(run, model, make(dtype, 0))
+    plain = family.model(device, dtype, **heads, **config)
+    calls, report = check_values(kernel, plain, make, dtype, samples=6)
     assert calls.keys() >= IN_FULL
-    assert "attention" in calls or dtype == torch.float32
     assert fallen_back(report) == {}
-    if dtype == torch.float32:
-        assert_close(run(model, make(dtype, 0)), run(plain, make(dtype, 0)), 1e-5)
-        return
-    assert_as_close_as_eager(model, plain, make, samples=6, forward=run, dtype=dtype)
 
 
 def halve_some(module, args, out):
@@ -144,33 +179,164 @@ def test_controlnet_of_cosmos(kernel, device, positions):
 # HunyuanVideo for image-to-video, and HunyuanImage
 
 
-@pytest.mark.parametrize(
-    ("make", "make_inputs", "block"),
-    [
-        (
-            functools.partial(
-                family_hunyuan.hunyuan_video_model, image_condition_type="token_replace"
-            ),
-            family_hunyuan.hunyuan_video_inputs,
-            "HunyuanVideoTokenReplaceSingleTransformerBlock",
-        ),
-        (
-            family_hunyuan.hunyuan_image_model,
-            family_hunyuan.hunyuan_image_inputs,
-            "HunyuanImageSingleTransformerBlock",
-        ),
-        (
-            family_hunyuan.framepack_model,
-            family_hunyuan.framepack_inputs,
-            "HunyuanVideoSingleTransformerBlock",
-        ),
-    ],
-    ids=["token_replace", "image", "framepack"],
+TOKEN_REPLACE = functools.partial(
+    family_hunyuan.hunyuan_video_model, image_condition_type="token_replace"
 )
-def test_relatives_of_hunyuan_video(kernel, device, make, make_inputs, block):
-    plain, arguments = make(device), make_inputs(device)
-    model = copy.deepcopy(plain)
-    report = kernel.inject_kernels(model)
+RELATIVES = {  # model, inputs, and what its single blocks are
+    "token_replace": (TOKEN_REPLACE, family_hunyuan.hunyuan_video_inputs, "VideoTokenReplace"),
+    "image": (family_hunyuan.hunyuan_image_model, family_hunyuan.hunyuan_image_inputs, "Image"),
+    "framepack": (family_hunyuan.framepack_model, family_hunyuan.framepack_inputs, "Video"),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_of_hunyuan_video(kernel, device, name):
+    make, make_inputs, block = RELATIVES[name]
+    model, plain, report = injected(kernel, make(device))
+    arguments = make_inputs(device)
     assert report.levels == {"": "in full"}
     assert_close(run(model, arguments), run(plain, arguments))
-    assert on_kernels(report)[block] == 2 and fallen_back(report) == {}
+    assert on_kernels(report)[f"Hunyuan{block}SingleTransformerBlock"] == 2
+    assert fallen_back(report) == {}
+
+
+# ------------------------------------------------------------------------------------------------
+# LTX-2 and LTX-2.3, and both streams' results
+
+FEWER_HEADS = {"audio_num_attention_heads": 1, "rope_type": "interleaved"}
+# Self-attention of one sample is skipped in the first block.
+PERTURBED = {
+    "spatio_temporal_guidance_blocks": [0],
+    "perturbation_mask": torch.tensor([0.0, 1.0]),
+}
+VARIANTS_OF_LTX2 = {  # configuration and arguments
+    "interleaved": ({"rope_type": "interleaved"}, {}),
+    "fewer heads for audio": (FEWER_HEADS, {}),
+    "2.3": (LTX23, {}),
+    "2.3 with cross time steps": (LTX23, {"use_cross_timestep": True}),
+    "2.3 with isolated modalities": (LTX23, {"isolate_modalities": True}),
+    "2.3 with a perturbed sample": (LTX23, PERTURBED),
+    "2.3 with all samples perturbed": (LTX23, {"spatio_temporal_guidance_blocks": [1]}),
+    "a fixed modulation of the text": ({**LTX23, "use_prompt_adaln_single": False}, {}),
+    "2.3's video alone": ({**LTX23, "audio_gated_attn": False, "audio_cross_attn_mod": False}, {}),
+    "no biases in feed-forwards": ({"ff_bias": False, "audio_ff_bias": False}, {}),
+    "no coordinates": ({}, {"video_coords": None, "audio_coords": None}),
+    "a mask for each query": ({}, {"video_self_attention_mask": torch.eye(12).expand(2, 12, 12)}),
+}
+
+
+@torch.no_grad()
+def both(model, arguments):
+    """The video's and the audio's result in one tensor (B, S * C)."""
+    return torch.cat([out.flatten(1) for out in model(**arguments, return_dict=False)], dim=1)
+
+
+@pytest.mark.skipif(LTX2 is None, reason="this diffusers version has no LTX-2")
+@dtypes
+@pytest.mark.parametrize("variant", VARIANTS_OF_LTX2)
+def test_variants_of_ltx2(kernel, device, variant, dtype):
+    config, options = VARIANTS_OF_LTX2[variant]
+    heads = heads_of(dtype)
+    hidden = heads["heads"] * heads["head_dim"]
+    sizes = {"audio_cross_attention_dim": heads["head_dim"]} if config is FEWER_HEADS else {}
+    if "gated_attn" in config:  # its text is not projected
+        options = {"text_channels": (hidden, hidden), **options}
+
+    def make(dtype, seed):
+        arguments = LTX2.inputs(device, dtype, seed=seed, **options)
+        for name in ("perturbation_mask", "video_self_attention_mask"):
+            if name in arguments:
+                arguments[name] = arguments[name].to(device, dtype)
+        return arguments
+
+    plain = LTX2.model(device, dtype, **{**heads, **sizes, **config})
+    calls, report = check_values(kernel, plain, make, dtype, both)
+    # In two blocks of two streams: the norms of each after the first. The first block joins the second.
+    norms = 2 if "isolate_modalities" in options else 3
+    assert calls["gated_residual_rms_norm_modulate"] == 2 * 2 * norms + 2
+    reasons = {reason for found in fallen_back(report).values() for reason in found}
+    own = {"attention itself is the model's own: its mask differs between queries or heads"}
+    is_masked = "video_self_attention_mask" in options and dtype != FLOAT32
+    assert reasons == (own if is_masked else set())
+
+
+# ------------------------------------------------------------------------------------------------
+# Z-Image and its ControlNet: inputs of each form, and replaced gating
+
+REFERENCES = functools.partial(z_image_model, siglip_feat_dim=SIGLIP_CHANNELS)
+TWO_PROMPTS = functools.partial(z_image_inputs, prompts=(40, 6))
+CONTROLNET = functools.partial(controlnet_of_z_image, refiner="control_noise_refiner")
+REFINED_BY_LAYERS = functools.partial(controlnet_of_z_image, refiner="control_layers")
+# Model, inputs, and the number of blocks, and of those that the next one takes over from. The ControlNet adds
+# to the result of its first block of noise: after it no block hands over.
+VARIANTS_OF_Z_IMAGE = {
+    "two prompts": (z_image_model, TWO_PROMPTS, 6, 3),
+    "reference images": (REFERENCES, reference_inputs, 8, 4),
+    "a ControlNet": (CONTROLNET, control_inputs, 8, 1),
+    "a ControlNet that refines with its layers": (REFINED_BY_LAYERS, control_inputs, 8, 1),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("variant", VARIANTS_OF_Z_IMAGE)
+def test_variants_of_z_image(kernel, device, variant, dtype):
+    make, make_inputs, blocks, handed = VARIANTS_OF_Z_IMAGE[variant]
+    calls, report = check_values(
+        kernel,
+        make(device, dtype, **heads_of(dtype)),
+        lambda dtype, seed: make_inputs(device, dtype, seed=seed),
+        dtype,
+        small_models.run,
+    )
+    assert report.levels == {"": "in full"} and fallen_back(report) == {}
+    assert calls["swiglu"] == calls["qk_norm_rope"] == blocks
+    assert calls["gated_residual_rms_norm_modulate"] == blocks + handed
+    assert calls["gated_residual"] == blocks - handed
+    assert calls.get("attention", 0) == (blocks if dtype == BFLOAT16 else 0)
+
+
+def test_a_mask_with_holes(kernel, device):
+    """Not from the model: no number of keys stands for it."""
+    model, plain, report = injected(kernel, z_image_model(device, torch.bfloat16, **KERNEL_HEADS))
+    mask = torch.arange(12, device=device) % torch.tensor([[3], [5]], device=device) > 0
+    x = torch.randn(2, 12, 128, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected, out = (m.layers[0].attention(x, attention_mask=mask) for m in (plain, model))
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert on_kernels(report)["Attention"] == 1 and fallen_back(report) == {}
+
+
+def gating_by_gelu(part, x1, x3):
+    return F.gelu(x1) * x3
+
+
+def replace_gating(model):
+    part = model.layers[0].feed_forward
+    part._forward_silu_gating = functools.partial(gating_by_gelu, part)
+
+
+@pytest.mark.parametrize("is_injected_first", [True, False])
+def test_gating_of_an_instance(kernel, device, is_injected_first):
+    """That feed-forward runs its own code."""
+    plain = z_image_model(device, **TINY_HEADS)
+    arguments = TWO_PROMPTS(device, seed=0)
+    unchanged = small_models.run(plain, arguments)
+    how = {"is_injected_first": is_injected_first}
+    model, plain, report = injected(kernel, plain, replace_gating, **how)
+    expected = small_models.run(plain, arguments)
+    assert not torch.equal(expected, unchanged)
+    assert_close(small_models.run(model, arguments), expected)
+    told = fallen_back(report) if is_injected_first else reasons_of(report)
+    assert "_forward_silu_gating was replaced" in told["layers.0.feed_forward"]
+
+
+def test_gating_of_the_class(kernel, device, monkeypatch):
+    """Replaced after the injection, for all of its feed-forwards."""
+    model, plain, _ = injected(kernel, z_image_model(device, **TINY_HEADS))
+    arguments = TWO_PROMPTS(device, seed=0)
+    unchanged = small_models.run(plain, arguments)
+    cls = type(plain.layers[0].feed_forward)
+    monkeypatch.setattr(cls, "_forward_silu_gating", gating_by_gelu)
+    expected = small_models.run(plain, arguments)
+    assert not torch.equal(expected, unchanged)
+    assert_close(small_models.run(model, arguments), expected)
