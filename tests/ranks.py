@@ -1,48 +1,120 @@
-"""Checks in several processes that communicate by gloo: the ranks of a test."""
+"""Checks in several processes that communicate by gloo: the ranks of a test.
 
+One server per test run imports the libraries and forks the ranks of each check, so that a rank starts in
+milliseconds and knows nothing of earlier checks.
+"""
+
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from conftest import load_kernel
 
+# Ranks that wait for each other use next to no processor time. A slow machine's ranks use what they get.
+IDLE_SECONDS, IDLE_SHARE = 60, 0.02
 
-def run_ranks(
-    check: Callable, ranks: int, tmp_path: Path, *arguments, timeout: float = 240
-) -> None:
-    """Runs ``check(kernel, rank, *arguments)`` in each of several new processes of one process group.
 
-    An exception of one rank fails the test with that rank's traceback and ends the others.
+def in_ranks(check: Callable) -> Callable:
+    """Makes a test of ``check(kernel, rank, ...)``, which runs in several new processes of one process group.
 
-    Args:
-        check: a function at the top level of a module.
-        timeout: after this number of seconds all ranks are killed and the test fails.
+    There are two, or as many as the argument `ranks` says. The other arguments are fixtures and parameters,
+    which must be picklable. An exception of one rank fails the test with that rank's traceback and ends the
+    others. So does a wait without end.
     """
-    rendezvous = f"file://{tempfile.mkdtemp(dir=tmp_path)}/rendezvous"
-    context = torch.multiprocessing.spawn(
-        _run_rank, args=(check, ranks, rendezvous, arguments), nprocs=ranks, join=False
+    names = set(inspect.signature(check).parameters) - {"kernel", "rank"}
+
+    @functools.wraps(check)
+    def test(device, tmp_path, **arguments):
+        if device != "cpu":
+            pytest.skip("the ranks would need a GPU each")
+        if "tmp_path" in names:
+            arguments["tmp_path"] = tmp_path
+        _run_ranks(check, arguments.get("ranks", 2), tmp_path, arguments)
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    fixtures = sorted({"device", "tmp_path", *names})
+    test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in fixtures])
+    return test
+
+
+def _run_ranks(check, ranks, tmp_path, arguments):
+    _start_server()
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    context = torch.multiprocessing.start_processes(
+        _run_rank,
+        args=(check.__module__, check.__qualname__, ranks, folder, arguments),
+        nprocs=ranks,
+        join=False,
+        start_method="forkserver",
     )
-    deadline = time.monotonic() + timeout
+    processes = [psutil.Process(pid) for pid in context.pids()]
     try:
-        while not context.join(timeout=min(5, timeout)):
-            if time.monotonic() > deadline:
-                pytest.fail(f"the ranks wait for each other, after {timeout:g} s")
+        used, since = 0.0, time.monotonic()
+        while not context.join(timeout=2):
+            waited = time.monotonic() - since
+            if waited < IDLE_SECONDS:
+                continue
+            before, used = used, sum(map(_processor_time, processes))
+            if used - before < IDLE_SHARE * waited:
+                pytest.fail(f"the ranks wait for each other:\n{_stacks(processes, folder)}")
+            since = time.monotonic()
     finally:
         for process in context.processes:
             process.kill()
 
 
-def _run_rank(rank, check, ranks, rendezvous, arguments):
+def _start_server():
+    """Its environment is that of the first call."""
+    multiprocessing.set_forkserver_preload(["rank_imports"])
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get sys.path
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
+
+
+def _processor_time(process):
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _stacks(processes, folder):
+    """Where each rank is."""
+    for process in processes:
+        if process.is_running():
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(2)
+    return "\n".join(file.read_text() for file in sorted(folder.glob("stack*")))
+
+
+def _run_rank(rank, module, name, ranks, folder, arguments):
+    stack = (folder / f"stack{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.manual_seed(20)
+    rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
-    check(load_kernel(), rank, *arguments)
+    check = getattr(importlib.import_module(module), name).__wrapped__
+    given = {"kernel": load_kernel(), "rank": rank, **arguments}
+    check(**{name: given[name] for name in inspect.signature(check).parameters})
     dist.barrier()
     dist.destroy_process_group()

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmark_results import ENVIRONMENT, load, rendered, rows_of, store
 from conftest import CHECKOUT
 from processes import run
-from ranks import run_ranks
+from ranks import in_ranks
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
@@ -209,9 +208,12 @@ def test_kernels_that_copy_are_counted():
 # Ranks
 
 
-def check_ranks(kernel, rank):
+@in_ranks
+def test_the_slowest_rank_counts(rank):
+    """And an error of one is an error of all, so that they go on together."""
     ranks = Ranks(CPU, rank)
-    assert 50 < ranks.milliseconds(lambda: time.sleep(0.05 * rank), CPU) < 2000
+    timing.milliseconds = lambda function, device: function()
+    assert ranks.milliseconds(lambda: 5.0 + 2 * rank, CPU) == 7
     assert ranks.attempt(lambda: 7) == (7, None)
 
     def fail():
@@ -219,16 +221,8 @@ def check_ranks(kernel, rank):
             raise ValueError("no")
 
     assert ranks.attempt(fail) == (None, "ValueError: no")
-    assert [ranks.runs(mode) for mode in (Mode("eager"), Mode("eager", ring=2))] == [
-        rank == 0,
-        True,
-    ]
-
-
-@pytest.mark.slow
-def test_the_slowest_rank_counts(tmp_path):
-    """And an error of one is an error of all, so that they go on together."""
-    run_ranks(check_ranks, 2, tmp_path)
+    runs = [ranks.runs(mode) for mode in (Mode("eager"), Mode("eager", ring=2))]
+    assert runs == [rank == 0, True]
 
 
 # ------------------------------------------------------------------------------------------------

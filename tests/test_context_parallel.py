@@ -6,7 +6,6 @@ Each rank has the same model and inputs, and gets the whole result. The ranks co
 import contextlib
 import copy
 import functools
-import traceback
 
 import diffusers
 import pytest
@@ -25,10 +24,9 @@ from families import FAMILIES, run
 from family import make_all_matter
 from family_relatives import copy_of_wan, inputs_of_copy
 from graphs import module_of, use_emulated_graphs
-from ranks import run_ranks
+from ranks import in_ranks
 from small_models import to
 
-DTYPES = (torch.float32, torch.bfloat16)
 HEADS = {"heads": 4, "head_dim": 16}
 ULYSSES, RING, BOTH = (
     {"ulysses_degree": 2},
@@ -55,12 +53,6 @@ INPUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _on_a_cpu(device):
-    if device != "cpu":
-        pytest.skip("the ranks would need a GPU each")
-
-
 def parallelize(kernel, model, how):
     """``enable_parallelism``, which counts devices, with the package's plan where diffusers has none."""
     plan = None if model._cp_plan is not None else kernel.context_parallel_plan(model)
@@ -68,24 +60,26 @@ def parallelize(kernel, model, how):
 
 
 class Errors:
-    """Errors against the float64 model, of one model's forward and of the eager model's."""
+    """Errors against the float64 model, of one model's forwards and of the eager model's."""
 
     def __init__(self, family, plain):
-        self.family, self.plain = family, plain
+        self.family, self.plain, self.exact = family, plain, copy.deepcopy(plain).double()
         self.squares = torch.zeros(3, dtype=torch.float64)
+        self.known = {}
 
-    def add(self, out, arguments, results=None):
-        """``results``: the float64 and the eager model's, if they are known."""
-        expected, eager = self.results(arguments) if results is None else results
+    def add(self, out, arguments, key=None):
+        """``key``: names arguments whose results are kept, to be used again."""
+        if key is None or key not in self.known:
+            exact = self.family.cast(arguments, torch.float64)
+            self.known[key] = run(self.exact, exact), run(self.plain, arguments)
+        expected, eager = self.known[key]
         differences = out.double() - expected, eager.double() - expected, expected
         self.squares += torch.stack([x.square().sum() for x in differences])
-
-    def results(self, arguments):
-        return self.family.reference(self.plain, arguments), run(self.plain, arguments)
 
     def check(self):
         """As close as the contract asks for. In float32 a sum's order makes a difference."""
         error, eager, scale = self.squares.sqrt().tolist()
+        self.squares.zero_()
         assert error <= max(1.05 * eager, 2e-6 * scale), (
             f"{error / scale:.3g} > {eager / scale:.3g}"
         )
@@ -98,33 +92,11 @@ def model_of(name, dtype=torch.float32, **config):
     return family, model, copy.deepcopy(model)
 
 
-def inputs_of(family, dtype, options, seed=5):
-    arguments = family.inputs("cpu", dtype, seed=seed, **{**EVEN_TEXT, **options})
+def inputs_of(family, dtype=torch.float32, options=None, seed=5):
+    arguments = family.inputs("cpu", dtype, seed=seed, **EVEN_TEXT | (options or {}))
     if family.name == "flux2":  # as its pipeline passes them
         arguments.update({key: arguments[key][None] for key in ("img_ids", "txt_ids")})
     return arguments
-
-
-def check_case(kernel, known, name, dtype, options, how, is_injected_first):
-    """``known``: results of the model in one process, which other cases share."""
-    family, model, plain = model_of(name, dtype)
-    if is_injected_first:
-        report = kernel.inject_kernels(model)
-        run(model, inputs_of(family, dtype, options))
-    parallelize(kernel, model, how)
-    if not is_injected_first:
-        report = kernel.inject_kernels(model)
-    errors = Errors(family, plain)
-    for seed in range(2 if dtype == torch.float32 else 6):
-        arguments = inputs_of(family, dtype, options, seed)
-        key = (name, dtype, str(options), seed)
-        if key not in known:
-            known[key] = errors.results(arguments)
-        errors.add(run(model, arguments), arguments, known[key])
-    errors.check()
-    if dtype == torch.bfloat16:
-        left = [calls for calls in report.calls if calls.fell_back or calls.own_attention]
-        assert not left, left
 
 
 def gather_any(tensor, dim, group):
@@ -141,73 +113,90 @@ def prepare_rank():
     context_parallel._all_gather_anything = gather_any
 
 
-def check_cases(kernel, rank, cases):
+def assert_all_on_kernels(report):
+    left = [calls for calls in report.calls if calls.fell_back or calls.own_attention]
+    assert not left, left
+
+
+def check_family(kernel, name, modes):
+    """With all inputs of the family, in float32 and in 16 bits, injected before and after."""
     prepare_rank()
-    failures, known = [], {}
-    for case in cases:
-        try:
-            check_case(kernel, known, *case)
-        except Exception:
-            failures.append(f"{case}\n{traceback.format_exc(limit=-3)}")
-    assert not failures, "\n".join(failures)
+    for dtype, is_injected_first in ((torch.float32, True), (torch.bfloat16, False)):
+        family, _, plain = model_of(name, dtype)
+        errors = Errors(family, plain)
+        for how in modes:
+            for options in INPUTS[name]:
+                model = copy.deepcopy(plain)
+                if is_injected_first:
+                    report = kernel.inject_kernels(model)
+                    run(model, inputs_of(family, dtype, options))
+                parallelize(kernel, model, how)
+                if not is_injected_first:
+                    report = kernel.inject_kernels(model)
+                for seed in range(2 if dtype == torch.float32 else 4):
+                    arguments = inputs_of(family, dtype, options, seed)
+                    errors.add(run(model, arguments), arguments, (str(options), seed))
+                if dtype == torch.float32:
+                    errors.check()
+                else:
+                    assert_all_on_kernels(report)
+        if dtype == torch.bfloat16:  # of all inputs: the errors of few are noise
+            errors.check()
 
 
-def cases(modes, names=tuple(INPUTS)):
-    return [
-        (name, dtype, options, how, is_injected_first)
-        for name in names
-        if name in FAMILIES
-        for options in INPUTS[name]
-        for how in modes
-        for dtype, is_injected_first in zip(DTYPES, (True, False), strict=True)
-    ]
-
-
-def test_some_families(tmp_path):
-    modes = cases((ULYSSES, RING), ("ltx", "flux", "wan", "sd3"))
-    run_ranks(check_cases, 2, tmp_path, modes)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["ltx", "flux", "wan", "sd3"])
+@in_ranks
+def test_some_families(kernel, name):
+    check_family(kernel, name, (ULYSSES, RING))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "modes"),
-    [(2, (ULYSSES, RING, UNEVEN, UNEVEN_RING)), (4, (ULYSSES_4, RING_4, BOTH))],
-    ids=["2 ranks", "4 ranks"],
+    ("ranks", "how"),
+    [
+        *((2, how) for how in (ULYSSES, RING, UNEVEN, UNEVEN_RING)),
+        *((4, how) for how in (ULYSSES_4, RING_4, BOTH)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_every_family(tmp_path, ranks, modes):
-    run_ranks(check_cases, ranks, tmp_path, cases(modes), timeout=1200)
+@pytest.mark.parametrize("name", [name for name in INPUTS if name in FAMILIES])
+@in_ranks
+def test_every_family(kernel, name, ranks, how):
+    check_family(kernel, name, (how,))
 
 
-def check_uneven(kernel, rank):
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "qwenimage"])
+@in_ranks
+def test_uneven_tokens_and_heads(kernel, name):
     """Tokens and heads that the ranks cannot share evenly."""
     prepare_rank()
-    for name in ("flux", "wan", "hunyuan_video", "qwenimage"):
-        for how in (UNEVEN, UNEVEN_RING):
-            family = FAMILIES[name]
-            model = family.model("cpu", heads=3, head_dim=16)
-            plain = copy.deepcopy(model)
-            kernel.inject_kernels(model)
-            parallelize(kernel, model, how)
-            errors = Errors(family, plain)
-            for tokens, text_length in ((2, 7), (3, 5), (2, 6)):
-                arguments = family.inputs("cpu", seed=3, tokens=tokens, text_length=text_length)
-                errors.add(run(model, arguments), arguments)
-            errors.check()
-    _, model, _ = model_of("flux")
-    kernel.inject_kernels(model)
-    parallelize(kernel, model, ULYSSES)
-    with pytest.raises(AssertionError, match="divisible"):  # of diffusers
-        run(model, FAMILIES["flux"].inputs("cpu", tokens=2, text_length=7))
-    model = FAMILIES["flux"].model("cpu", heads=3, head_dim=16)
-    kernel.inject_kernels(model)
-    parallelize(kernel, model, ULYSSES)
-    with pytest.raises(ValueError, match="must divide the number of heads, got 3"):
-        run(model, inputs_of(FAMILIES["flux"], torch.float32, {}))
+    family = FAMILIES[name]
+    plain = family.model("cpu", heads=3, head_dim=16)
+    errors = Errors(family, plain)
+    for how in (UNEVEN, UNEVEN_RING):
+        model = copy.deepcopy(plain)
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        for tokens, text_length in ((2, 7), (3, 5), (2, 6)):
+            arguments = family.inputs("cpu", seed=3, tokens=tokens, text_length=text_length)
+            errors.add(run(model, arguments), arguments, (tokens, text_length))
+        errors.check()
 
 
-@pytest.mark.slow
-def test_uneven_tokens_and_heads(tmp_path):
-    run_ranks(check_uneven, 2, tmp_path)
+@in_ranks
+def test_uneven_tokens_or_heads_without_the_option_raise(kernel):
+    prepare_rank()
+    uneven = FAMILIES["flux"].inputs("cpu", tokens=2, text_length=7)
+    for heads, arguments, error, text in (
+        (4, uneven, AssertionError, "divisible"),  # of diffusers
+        (3, inputs_of(FAMILIES["flux"]), ValueError, "must divide the number of heads, got 3"),
+    ):
+        model = FAMILIES["flux"].model("cpu", heads=heads, head_dim=16)
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, ULYSSES)
+        with pytest.raises(error, match=text):
+            run(model, arguments)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -227,72 +216,112 @@ def global_hook(is_here):
             handle.remove()
 
 
-def check_ranks_that_differ(kernel, rank):
+@pytest.mark.parametrize("name", ["flux", "wan", "qwenimage", "z_image"])
+@in_ranks
+def test_one_rank_runs_the_models_own_code(kernel, rank, name):
     """One rank runs the model's own code, others the kernels. None waits, and the results are right."""
     prepare_rank()
-    for name in ("flux", "wan", "qwenimage", "z_image"):
-        for how in (ULYSSES, RING):
-            family, model, plain = model_of(name)
-            kernel.inject_kernels(model)
-            parallelize(kernel, model, how)
-            errors = Errors(family, plain)
-            options = {"mask": "padded"} if name == "qwenimage" else {}
-            arguments = inputs_of(family, torch.float32, options)
-            with global_hook(rank == 0):
-                errors.add(run(model, arguments), arguments)
-            if rank == 1:
-                family.part(model, "attention").register_forward_hook(lambda *_: None)
-                family.part(model, "block").register_forward_pre_hook(lambda *_: None)
-                family.part(model, "linear").register_forward_hook(lambda *_: None)
-            errors.add(run(model, arguments), arguments)
-            if rank == 1:
-                kernel.eject_kernels(model)
-                kernel.inject_kernels(model, attention=False)
-            errors.add(run(model, arguments), arguments)
-            errors.check()
-            attention = family.part(model, "attention")
-            assert attention.processor._attention_backend is None
+    family, _, plain = model_of(name)
+    errors = Errors(family, plain)
+    arguments = inputs_of(family, options={"mask": "padded"} if name == "qwenimage" else {})
+    for how in (ULYSSES, RING):
+        model = copy.deepcopy(plain)
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        with global_hook(rank == 0):
+            errors.add(run(model, arguments), arguments, "only")
+        if rank == 1:
+            family.part(model, "attention").register_forward_hook(lambda *_: None)
+            family.part(model, "block").register_forward_pre_hook(lambda *_: None)
+            family.part(model, "linear").register_forward_hook(lambda *_: None)
+        errors.add(run(model, arguments), arguments, "only")
+        if rank == 1:
+            kernel.eject_kernels(model)
+            kernel.inject_kernels(model, attention=False)
+        errors.add(run(model, arguments), arguments, "only")
+        errors.check()
+        attention = family.part(model, "attention")
+        assert attention.processor._attention_backend is None
 
 
-@pytest.mark.slow
-def test_one_rank_runs_the_models_own_code(tmp_path):
-    run_ranks(check_ranks_that_differ, 2, tmp_path)
-
-
-def check_own_code_without_parallelism(kernel, rank):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sd3", "attends to this rank's tokens only"),
+        ("cogvideox", "attends to this rank's tokens only"),
+        ("hunyuan_video", "does not split the mask"),
+    ],
+)
+@in_ranks
+def test_own_code_that_would_be_wrong_raises(kernel, name, reason):
     """The own code of these attentions knows their rank's tokens only."""
     prepare_rank()
-    reasons = dict.fromkeys(("sd3", "cogvideox"), "attends to this rank's tokens only")
-    reasons["hunyuan_video"] = "does not split the mask"
-    for name, reason in reasons.items():
-        family, model, _ = model_of(name)
-        kernel.inject_kernels(model)
-        parallelize(kernel, model, ULYSSES)
-        with global_hook(True), pytest.raises(RuntimeError, match=reason):
-            run(model, inputs_of(family, torch.float32, {}))
-
-
-def test_own_code_that_would_be_wrong_raises(tmp_path):
-    run_ranks(check_own_code_without_parallelism, 2, tmp_path)
+    family, model, _ = model_of(name)
+    kernel.inject_kernels(model)
+    parallelize(kernel, model, ULYSSES)
+    with global_hook(True), pytest.raises(RuntimeError, match=reason):
+        run(model, inputs_of(family))
 
 
 # ------------------------------------------------------------------------------------------------
 # Other orders, other users
 
 
-def check_grouped_queries(rank, config, backend):
-    """Six heads that share two or three keys, by the backend."""
+@pytest.mark.parametrize("name", ["flux", "wan", "qwenimage"])
+@in_ranks
+def test_backend_and_orders(kernel, name):
+    prepare_rank()
+    backend = kernel.register_attention_backend()
+    family, _, plain = model_of(name)
+    errors = Errors(family, plain)
+    arguments = inputs_of(family, options={"mask": "padded"} if name == "qwenimage" else {})
+    for how in (ULYSSES, RING):
+        model = copy.deepcopy(plain)
+        # The backend alone, without the injection.
+        model.set_attention_backend(backend)
+        parallelize(kernel, model, how)
+        errors.add(run(model, arguments), arguments, "only")
+        # The injection follows the choice, and leaves nothing behind.
+        kernel.inject_kernels(model)
+        errors.add(run(model, arguments), arguments, "only")
+        kernel.eject_kernels(model)
+        errors.add(run(model, arguments), arguments, "only")
+        errors.check()
+    # diffusers' own attention, chosen by the user, on the values that the kernels wrote.
+    model = copy.deepcopy(plain)
+    model.set_attention_backend("native")
+    kernel.inject_kernels(model)
+    parallelize(kernel, model, ULYSSES)
+    errors.add(run(model, arguments), arguments, "only")
+    errors.check()
+
+
+@pytest.mark.parametrize("how", [ULYSSES, RING], ids=["ulysses", "ring"])
+@in_ranks
+def test_backend_alone(kernel, rank, how):
+    """Six heads that share two or three keys, and a mask that is not this rank's."""
+    prepare_rank()
+    backend = kernel.register_attention_backend()
+    _, model, _ = model_of("flux")
+    parallelize(kernel, model, how)
+    config = model._parallel_config
     for key_heads in (2, 3):
         q, k, v = (torch.randn(1, 8, count, 16) for count in (6, key_heads, key_heads))
-        how = {"enable_gqa": True, "backend": backend}
-        expected = attention_dispatch.dispatch_attention_fn(q, k, v, **how)
+        options = {"enable_gqa": True, "backend": backend}
+        expected = attention_dispatch.dispatch_attention_fn(q, k, v, **options)
         own = [x.chunk(2, dim=1)[rank] for x in (q, k, v, expected)]
-        out = attention_dispatch.dispatch_attention_fn(*own[:3], parallel_config=config, **how)
+        out = attention_dispatch.dispatch_attention_fn(*own[:3], parallel_config=config, **options)
         assert relative_distance(out, own[3]) < 2e-6
+    q, mask = torch.randn(1, 4, 4, 16), torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    options = {"backend": backend, "parallel_config": config}
+    with pytest.raises(ValueError, match="must be of this rank's 4 keys, got one of 8"):
+        attention_dispatch.dispatch_attention_fn(q, q, q, attn_mask=mask, **options)
 
 
-def check_replaced_dispatch(kernel):
+@in_ranks
+def test_replaced_dispatch(kernel):
     """A user's own function gets diffusers' parallelism, and runs."""
+    prepare_rank()
     given, original = [], transformer_wan.dispatch_attention_fn
 
     @functools.wraps(original)
@@ -303,128 +332,78 @@ def check_replaced_dispatch(kernel):
     family, model, plain = model_of("wan")
     kernel.inject_kernels(model)
     parallelize(kernel, model, ULYSSES)
-    arguments = inputs_of(family, torch.float32, {})
+    arguments = inputs_of(family)
     expected = run(plain, arguments)
     transformer_wan.dispatch_attention_fn = dispatch
-    try:
-        assert relative_distance(run(model, arguments), expected) < 2e-6
-    finally:
-        transformer_wan.dispatch_attention_fn = original
+    assert relative_distance(run(model, arguments), expected) < 2e-6
     assert given == [model._parallel_config, None] * 2
 
 
-def check_other_orders(kernel, rank):
-    prepare_rank()
-    name = kernel.register_attention_backend()
-    for family_name in ("flux", "wan", "qwenimage"):
-        options = {"mask": "padded"} if family_name == "qwenimage" else {}
-        for how in (ULYSSES, RING):
-            family, model, plain = model_of(family_name)
-            errors = Errors(family, plain)
-            arguments = inputs_of(family, torch.float32, options)
-            # The backend alone, without the injection.
-            model.set_attention_backend(name)
-            parallelize(kernel, model, how)
-            errors.add(run(model, arguments), arguments)
-            # The injection follows the choice, and leaves nothing behind.
-            kernel.inject_kernels(model)
-            errors.add(run(model, arguments), arguments)
-            kernel.eject_kernels(model)
-            errors.add(run(model, arguments), arguments)
-            errors.check()
-        if family_name == "flux":
-            check_grouped_queries(rank, model._parallel_config, name)
-            q, mask = torch.randn(1, 4, 4, 16), torch.ones(1, 1, 1, 8, dtype=torch.bool)
-            how = {"backend": name, "parallel_config": model._parallel_config}
-            with pytest.raises(ValueError, match="must be of this rank's 4 keys, got one of 8"):
-                attention_dispatch.dispatch_attention_fn(q, q, q, attn_mask=mask, **how)
-        if family_name == "wan":
-            check_replaced_dispatch(kernel)
-        # diffusers' own attention, chosen by the user, on the values that the kernels wrote.
-        family, model, plain = model_of(family_name)
-        model.set_attention_backend("native")
-        kernel.inject_kernels(model)
-        parallelize(kernel, model, ULYSSES)
-        assert relative_distance(run(model, arguments), run(plain, arguments)) < 2e-6
-
-
-@pytest.mark.slow
-def test_backend_and_orders(tmp_path):
-    run_ranks(check_other_orders, 2, tmp_path)
-
-
-def check_graphs(kernel, rank):
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
+@in_ranks
+def test_parallelism_after_graphs(kernel, name):
     """Parallelism after graphs were captured: they are dropped, and no graph holds a collective."""
     prepare_rank()
     use_emulated_graphs(kernel)
     module_of(kernel, "cuda_graphs").GRAPHS["cpu"] = EmulatedGraph
-    for name in ("flux", "wan", "sd3"):
-        family, model, plain = model_of(name)
-        report = kernel.inject_kernels(model, cuda_graphs=True)
-        arguments = inputs_of(family, torch.float32, {})
-        for _ in range(4):
-            run(model, arguments)
-        (calls,) = report.cuda_graphs
-        replayed = calls.replayed
-        assert replayed
-        parallelize(kernel, model, ULYSSES)
-        errors = Errors(family, plain)
-        for _ in range(3):
-            errors.add(run(model, arguments), arguments)
-        errors.check()
-        (calls,) = report.cuda_graphs
-        assert calls.replayed == replayed
+    family, model, plain = model_of(name)
+    report = kernel.inject_kernels(model, cuda_graphs=True)
+    arguments = inputs_of(family)
+    for _ in range(4):
+        run(model, arguments)
+    (calls,) = report.cuda_graphs
+    replayed = calls.replayed
+    assert replayed
+    parallelize(kernel, model, ULYSSES)
+    errors = Errors(family, plain)
+    for _ in range(3):
+        errors.add(run(model, arguments), arguments, "only")
+    errors.check()
+    (calls,) = report.cuda_graphs
+    assert calls.replayed == replayed
 
 
-@pytest.mark.slow
-def test_parallelism_after_graphs(tmp_path):
-    run_ranks(check_graphs, 2, tmp_path)
-
-
-def check_fp8(kernel, rank):
+@pytest.mark.parametrize("name", ["flux", "wan", "ltx", "flux2", "qwenimage"])
+@in_ranks
+def test_fp8(kernel, name):
     """Linear layers in FP8: products of query, key and value in one launch, quantized hand-over."""
-    prepare_rank()
-    for name in ("flux", "wan", "ltx", "flux2", "qwenimage"):
-        for how in (ULYSSES, RING):
-            family, model, plain = model_of(name, torch.bfloat16)
-            arguments = inputs_of(family, torch.bfloat16, {"mask": None} if name == "ltx" else {})
-            for each in (model, plain):
-                for path in family.block_lists:
-                    fp8_models.quantize(each.get_submodule(path))
-                report = kernel.inject_kernels(each)
-            expected = run(plain, arguments)
-            parallelize(kernel, model, how)
-            assert relative_distance(run(model, arguments), expected) < 0.03, (name, how)
-            left = [calls for calls in report.calls if calls.fell_back or calls.own_attention]
-            assert not left, left
-
-
-@pytest.mark.slow
-def test_fp8(tmp_path):
     pytest.importorskip("torchao")
-    run_ranks(check_fp8, 2, tmp_path)
+    prepare_rank()
+    family, _, plain = model_of(name, torch.bfloat16)
+    for path in family.block_lists:
+        fp8_models.quantize(plain.get_submodule(path))
+    arguments = inputs_of(family, torch.bfloat16, {"mask": None} if name == "ltx" else {})
+    whole = copy.deepcopy(plain)
+    kernel.inject_kernels(whole)
+    expected = run(whole, arguments)
+    for how in (ULYSSES, RING):
+        model = copy.deepcopy(plain)
+        report = kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        assert relative_distance(run(model, arguments), expected) < 0.03, how
+        assert_all_on_kernels(report)
 
 
-def check_gradients(kernel, rank):
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
+@in_ranks
+def test_gradients(kernel, name):
     """The ranks' gradients, added, are those of one process."""
     prepare_rank()
-    for name in ("flux", "wan", "sd3"):
-        for how in (ULYSSES, RING):
-            family, model, plain = model_of(name)
-            arguments = inputs_of(family, torch.float32, {})
-            plain(**arguments, return_dict=False)[0].square().sum().backward()
-            kernel.inject_kernels(model)
-            parallelize(kernel, model, how)
-            model(**arguments, return_dict=False)[0].square().sum().backward()
-            weight = family.part(model, "linear").weight.grad
-            dist.all_reduce(weight)
-            expected = family.part(plain, "linear").weight.grad
-            assert relative_distance(weight, expected) < 1e-5
+    family, _, plain = model_of(name)
+    arguments = inputs_of(family)
 
+    def gradient_of(model):
+        model(**arguments, return_dict=False)[0].square().sum().backward()
+        return family.part(model, "linear").weight.grad
 
-@pytest.mark.slow
-def test_gradients(tmp_path):
-    run_ranks(check_gradients, 2, tmp_path)
+    models = [copy.deepcopy(plain) for _ in (ULYSSES, RING)]
+    expected = gradient_of(plain)
+    for model, how in zip(models, (ULYSSES, RING), strict=True):
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        gradient = gradient_of(model)
+        dist.all_reduce(gradient)
+        assert relative_distance(gradient, expected) < 1e-5
 
 
 # ------------------------------------------------------------------------------------------------
@@ -435,58 +414,47 @@ def helios():
     import every_model  # of the newest diffusers
 
     small = every_model.NEW["HeliosTransformer3DModel"]
-    return small.model("cpu"), lambda seed: small.arguments("cpu", seed=seed)
+    model = small.model("cpu")
+    # diffusers' plan names 40 blocks.
+    ends = tuple(f"blocks.{i}." for i in range(2, 40))
+    model._cp_plan = {k: v for k, v in model._cp_plan.items() if not k.startswith(ends)}
+    return model, small.arguments("cpu", seed=3)
 
 
 def chronoedit():
     name = "ChronoEditTransformer3DModel"
     model = copy_of_wan(name, num_attention_heads=4)
     make_all_matter(model, (), "condition_embedder.time")
-
-    def inputs(seed):
-        torch.manual_seed(seed)
-        return inputs_of_copy(name, "cpu")
-
-    return model, inputs
+    torch.manual_seed(3)
+    return model, inputs_of_copy(name, "cpu")
 
 
-def check_other_models(kernel, rank):
+@pytest.mark.parametrize(
+    ("make", "modes"), [(helios, (UNEVEN, UNEVEN_RING)), (chronoedit, (ULYSSES, RING))]
+)
+@in_ranks
+def test_other_models(kernel, make, modes):
     prepare_rank()
-    for make, modes in ((helios, (UNEVEN, UNEVEN_RING)), (chronoedit, (ULYSSES, RING))):
-        for how in modes:
-            model, inputs = make()
-            plain = copy.deepcopy(model).double()
-            if make is helios:  # diffusers' plan names 40 blocks
-                names = (f"blocks.{i}." for i in range(2, 40))
-                ends = tuple(names)
-                model._cp_plan = {k: v for k, v in model._cp_plan.items() if not k.startswith(ends)}
-            kernel.inject_kernels(model)
-            parallelize(kernel, model, how)
-            arguments = inputs(3)
-            expected = run(plain, to(arguments, "cpu", torch.float64))
-            assert relative_distance(run(model, arguments), expected) < 2e-6, (make, how)
+    plain, arguments = make()
+    expected = run(copy.deepcopy(plain).double(), to(arguments, "cpu", torch.float64))
+    for how in modes:
+        model = copy.deepcopy(plain)
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        assert relative_distance(run(model, arguments), expected) < 2e-6, how
 
 
-@pytest.mark.slow
-def test_other_models(tmp_path):
-    run_ranks(check_other_models, 2, tmp_path)
-
-
-def check_own_plan(kernel, rank):
+@pytest.mark.parametrize("how", [ULYSSES, RING], ids=["ulysses", "ring"])
+@in_ranks
+def test_plan_of_the_user(kernel, how):
     """Chroma by a plan like FLUX.1's. diffusers skips its processors."""
     prepare_rank()
-    for how in (ULYSSES, RING):
-        family, model, plain = model_of("chroma")
-        kernel.inject_kernels(model)
-        plan = FAMILIES["flux"].model("cpu")._cp_plan
-        model.enable_parallelism(config=ContextParallelConfig(**how), cp_plan=plan)
-        arguments = inputs_of(family, torch.float32, {})
-        assert relative_distance(run(model, arguments), run(plain, arguments)) < 2e-6
-
-
-@pytest.mark.slow
-def test_plan_of_the_user(tmp_path):
-    run_ranks(check_own_plan, 2, tmp_path)
+    family, model, plain = model_of("chroma")
+    kernel.inject_kernels(model)
+    plan = FAMILIES["flux"].model("cpu")._cp_plan
+    model.enable_parallelism(config=ContextParallelConfig(**how), cp_plan=plan)
+    arguments = inputs_of(family)
+    assert relative_distance(run(model, arguments), run(plain, arguments)) < 2e-6
 
 
 def test_plans(kernel):

@@ -29,7 +29,7 @@ from ltx_models import (
     run,
     transformer,
 )
-from ranks import run_ranks
+from ranks import in_ranks
 
 AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
 
@@ -135,23 +135,19 @@ def shard_in_place(model, blocks=None):
 def check_sharded_weights(kernel, rank):
     """Each process has half of the weights, and a block's complete weights only in its turn."""
     for config in ({}, {"norm_elementwise_affine": True}):
-        torch.manual_seed(3)
         plain = transformer("cpu", blocks=3, **config)
-        arguments = inputs(plain)
+        arguments = inputs(plain, seed=3)
         expected = run(plain, arguments)
         for shard in (shard_in_wrappers(True), shard_in_wrappers(False), shard_in_place):
-            for order in ("plain", "injected_first", "injected_after"):
-                model = transformer("cpu", blocks=3, **config)
-                if order == "injected_first":
+            for is_injected_first in (True, False):
+                model = copy.deepcopy(plain)
+                if is_injected_first:
                     kernel.inject_kernels(model)
                 sharded = shard(model)
-                if order == "injected_after":
+                if not is_injected_first:
                     kernel.inject_kernels(model)
                 for _ in range(2):
-                    assert relative_distance(run(sharded, arguments), expected) < 1e-5, (
-                        config,
-                        order,
-                    )
+                    assert relative_distance(run(sharded, arguments), expected) < 1e-5, config
 
 
 # Families and forwards entirely on the kernels, except that no block computes for the next one.
@@ -242,16 +238,9 @@ def check_replicated_models(kernel, rank):
         assert torch.equal(values, others)
 
 
-CHECKS = [
-    check_sharded_weights,
-    check_sharded_families,
-    check_replicated_models,
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(device, tmp_path, check):
-    if device != "cpu":
-        pytest.skip("the ranks would need a GPU each")
-    run_ranks(check, RANKS, tmp_path)
+@pytest.mark.parametrize(
+    "check", [check_sharded_weights, check_sharded_families, check_replicated_models]
+)
+@in_ranks
+def test_two_processes(kernel, rank, check):
+    check(kernel, rank)

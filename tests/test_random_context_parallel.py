@@ -1,15 +1,15 @@
 """Random sequences of user actions on a model whose tokens ranks share, against a model in one process."""
 
 import random
-import traceback
 
 import pytest
 import torch
 from torch import nn
 
 import adapters
+from checks import relative_distance
 from families import run
-from ranks import run_ranks
+from ranks import in_ranks
 from test_context_parallel import (
     BOTH,
     INPUTS,
@@ -23,10 +23,17 @@ from test_context_parallel import (
     model_of,
     parallelize,
     prepare_rank,
-    relative_distance,
 )
 
-MODES = {2: (ULYSSES, RING, UNEVEN, UNEVEN_RING), 4: (ULYSSES_4, RING_4, BOTH)}
+MODES = {
+    "ulysses": (2, ULYSSES),
+    "ring": (2, RING),
+    "uneven ulysses": (2, UNEVEN),
+    "uneven ring": (2, UNEVEN_RING),
+    "ulysses of 4": (4, ULYSSES_4),
+    "ring of 4": (4, RING_4),
+    "both": (4, BOTH),
+}
 NAMES = ("flux", "wan", "qwenimage", "ltx", "sd3", "cogvideox", "hunyuan_video", "z_image")
 # The own code of these cannot run on tokens that ranks share, nor can that of LTX with a mask.
 INJECTED_ONLY = ("sd3", "cogvideox", "hunyuan_video", "ltx")
@@ -35,11 +42,10 @@ INJECTED_ONLY = ("sd3", "cogvideox", "hunyuan_video", "ltx")
 class Sequence:
     """A model and its twin in one process, which get the same actions."""
 
-    def __init__(self, kernel, rank, seed, ranks):
-        self.kernel, self.rank, self.random = kernel, rank, random.Random(seed)
-        self.name = self.random.choice(NAMES)
-        self.how = self.random.choice(MODES[ranks])
-        self.family, self.model, self.plain = model_of(self.name)
+    def __init__(self, kernel, rank, name, mode):
+        self.kernel, self.rank, self.random = kernel, rank, random.Random(f"{name}, {mode}")
+        self.name, self.how = name, MODES[mode][1]
+        self.family, self.model, self.plain = model_of(name)
         self.is_parallel = self.is_injected = self.has_backend = False
         self.handles, self.done = [], []
 
@@ -127,36 +133,20 @@ class Sequence:
             return
         arguments = inputs_of(self.family, torch.float32, options, seed)
         error = relative_distance(run(self.model, arguments), run(self.plain, arguments))
-        assert error < 1e-5, error
+        assert error < 1e-5, (error, self.done)
 
     def run(self, steps=8):
-        try:
-            for _ in range(steps):
-                act = self.random.choice(list(self.actions()))
-                self.done.append(act.__name__)
-                act()
-                self.forward()
-        finally:
-            self.unhook()
-
-
-def check_sequences(kernel, rank, ranks, seeds):
-    prepare_rank()
-    failures = []
-    for seed in seeds:
-        sequence = Sequence(kernel, rank, seed, ranks)
-        try:
-            sequence.run()
-        except Exception:
-            text = traceback.format_exc(limit=-3)
-            failures.append(f"{seed}, {sequence.name}, {sequence.how}, {sequence.done}\n{text}")
-            break  # the other ranks may be elsewhere
-    assert not failures, failures[0]
+        for _ in range(steps):
+            act = self.random.choice(list(self.actions()))
+            self.done.append(act.__name__)
+            act()
+            self.forward()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(40)), (4, range(12))])
-def test_random_sequences(device, tmp_path, ranks, seeds):
-    if device != "cpu":
-        pytest.skip("the ranks would need a GPU each")
-    run_ranks(check_sequences, ranks, tmp_path, ranks, seeds, timeout=600)
+@pytest.mark.parametrize(("mode", "ranks"), [(mode, ranks) for mode, (ranks, _) in MODES.items()])
+@pytest.mark.parametrize("name", NAMES)
+@in_ranks
+def test_random_sequences(kernel, rank, name, mode, ranks):
+    prepare_rank()
+    Sequence(kernel, rank, name, mode).run()

@@ -12,13 +12,13 @@ from changes import weighted_sum
 from checks import relative_distance
 from families import FAMILIES, run
 from ltx_models import KernelCalls, kernel_calls
-from ranks import run_ranks
+from ranks import in_ranks
 
 RANKS = 2
 HEADS = {"heads": 4, "head_dim": 64}
 # Operations that need whole weights: one buffer for the products of two layers.
 WITH_WHOLE_WEIGHTS = {"qwenimage21": ("swiglu",)}
-SEEDS = 4
+SEEDS = 3
 
 
 def has_plan(family):
@@ -38,38 +38,43 @@ def allow_cpus():
 
 def shard(model):
     model.enable_parallelism(config=TensorParallelConfig(tp_degree=RANKS))
+    return model
 
 
-def sharded_pair(kernel, plain, *, is_injected_first=True):
-    """(sharded and injected copy, sharded copy)"""
-    model, own = copy.deepcopy(plain), copy.deepcopy(plain)
+def sharded(kernel, plain, *, is_injected_first=True):
+    """A sharded and injected copy."""
+    model = copy.deepcopy(plain)
     if is_injected_first:
         kernel.inject_kernels(model)
     shard(model)
     kernel.inject_kernels(model)
-    shard(own)
-    return model, own
+    return model
 
 
-def check_values(kernel, name):
+@pytest.mark.parametrize("name", PARALLEL)
+@in_ranks
+def test_values(kernel, name):
+    allow_cpus()
     family = FAMILIES[name]
     plain = family.model("cpu", heads=4)
     whole = copy.deepcopy(plain)
     kernel.inject_kernels(whole)
+    known = []
+    for options in family.options.values():
+        arguments = family.inputs("cpu", seed=3, **options)
+        known.append((arguments, run(plain, arguments), operations(name, whole, arguments)))
     for is_injected_first in (True, False):
-        model, _ = sharded_pair(kernel, plain, is_injected_first=is_injected_first)
-        for options in family.options.values():
-            arguments = family.inputs("cpu", seed=3, **options)
-            expected = run(plain, arguments)
+        model = sharded(kernel, plain, is_injected_first=is_injected_first)
+        for arguments, expected, operations_of_a_rank in known if is_injected_first else known[:1]:
             with KernelCalls() as calls:
                 out = run(model, arguments)
-            assert relative_distance(out, expected) < 1e-5, name
-            assert calls.counts == operations(name, whole, arguments), name
+            assert relative_distance(out, expected) < 1e-5
+            assert calls.counts == operations_of_a_rank
         kernel.eject_kernels(model)
         with KernelCalls() as calls:
             out = run(model, arguments)
-        assert relative_distance(out, expected) < 1e-5, name
-        assert not calls.counts, name
+        assert relative_distance(out, expected) < 1e-5
+        assert not calls.counts
 
 
 def operations(name, whole, arguments):
@@ -78,17 +83,26 @@ def operations(name, whole, arguments):
     return {key: n for key, n in calls.items() if key not in WITH_WHOLE_WEIGHTS.get(name, ())}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARALLEL)
+@in_ranks
+def test_accuracy_and_gradients(kernel, name):
+    allow_cpus()
+    check_accuracy(kernel, name)
+    check_gradients(kernel, name)
+
+
 def check_accuracy(kernel, name):
     """Each rank's result is as close to the float32 model as eager code's, sharded or in one process."""
     family = FAMILIES[name]
     plain = family.model("cpu", torch.bfloat16, **HEADS)
-    model, own = sharded_pair(kernel, plain)
+    model, own = sharded(kernel, plain), shard(copy.deepcopy(plain))
     whole = copy.deepcopy(plain)
     kernel.inject_kernels(whole)
     exact = copy.deepcopy(plain).float()
     squares = torch.zeros(3, dtype=torch.float64)
     for seed in range(SEEDS):
-        arguments = family.inputs("cpu", torch.bfloat16, seed=seed)
+        arguments = family.inputs("cpu", torch.bfloat16, seed=seed, batch=8)
         expected = run(exact, family.cast(arguments, torch.float32)).double()
         for i, candidate in enumerate((model, own, plain)):
             squares[i] += (run(candidate, arguments) - expected).square().sum()
@@ -99,10 +113,10 @@ def check_accuracy(kernel, name):
 
 def check_gradients(kernel, name):
     family = FAMILIES[name]
-    pair = sharded_pair(kernel, family.model("cpu", heads=4))
+    plain = family.model("cpu", heads=4)
     arguments = family.inputs("cpu", seed=3)
     gradients = []
-    for model in pair:
+    for model in (sharded(kernel, plain), shard(plain)):
         weighted_sum(model(**arguments, return_dict=False)[0]).backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients.append({name: getattr(g, "_local_tensor", g) for name, g in found.items()})
@@ -114,24 +128,15 @@ def check_gradients(kernel, name):
         assert (mine[key] - gradient).norm() <= 1e-4 * (gradient.norm() + rounding), key
 
 
-def check_all_values(kernel, rank):
-    allow_cpus()
-    for name in PARALLEL:
-        check_values(kernel, name)
-
-
-def check_family(kernel, rank, name):
-    allow_cpus()
-    check_accuracy(kernel, name)
-    check_gradients(kernel, name)
-
-
-def check_loaded(kernel, rank, folder):
+@in_ranks
+def test_loaded(kernel, rank, tmp_path):
     """Each rank reads its part of the weights."""
     allow_cpus()
     family = FAMILIES["flux"]
     plain = family.model("cpu", heads=4)
     arguments = family.inputs("cpu", seed=3)
+    folder = tmp_path / f"model{rank}"
+    plain.save_pretrained(folder)
     config = TensorParallelConfig(tp_degree=RANKS)
     model = type(plain).from_pretrained(folder, parallel_config=config)
     kernel.inject_kernels(model)
@@ -140,8 +145,10 @@ def check_loaded(kernel, rank, folder):
     assert kernel_calls(run, model, arguments) == kernel_calls(run, plain, arguments)
 
 
-def check_precision(kernel, rank):
+@in_ranks
+def test_precision(kernel):
     """FP8 weights and tensor parallelism exclude each other, in both orders with an error."""
+    pytest.importorskip("torchao")
     allow_cpus()
     for is_sharded_first in (True, False):
         model = FAMILIES["flux"].model("cpu", torch.bfloat16, heads=8, head_dim=64)
@@ -153,35 +160,3 @@ def check_precision(kernel, rank):
             assert kernel.inject_kernels(model, precision="fp8").quantized
             with pytest.raises(NotImplementedError, match=r"Float8Tensor"):
                 shard(model)
-
-
-@pytest.fixture
-def _on_cpus(device):
-    if device != "cpu":
-        pytest.skip("the ranks would need a GPU each")
-
-
-pytestmark = pytest.mark.usefixtures("_on_cpus")
-
-
-def test_values(tmp_path):
-    assert {"flux", "flux2", "qwenimage"} <= set(PARALLEL)
-    run_ranks(check_all_values, RANKS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PARALLEL)
-def test_accuracy_and_gradients(tmp_path, name):
-    run_ranks(check_family, RANKS, tmp_path, name)
-
-
-@pytest.mark.slow
-def test_loaded(tmp_path):
-    FAMILIES["flux"].model("cpu", heads=4).save_pretrained(tmp_path / "model")
-    run_ranks(check_loaded, RANKS, tmp_path, tmp_path / "model")
-
-
-@pytest.mark.slow
-def test_precision(tmp_path):
-    pytest.importorskip("torchao")
-    run_ranks(check_precision, RANKS, tmp_path)
