@@ -82,7 +82,6 @@ def test_values(kernel, device, family, case):
     model, plain, arguments = prepared(family, device, **family.options[case])
     kernel.inject_kernels(model)
     assert computing(family.reference(plain, arguments), model, arguments)
-    assert not kernel_calls(run, plain, arguments)
 
 
 @every_family
@@ -436,7 +435,7 @@ def test_memory_is_freed_without_garbage_collection(device, family, is_ejected):
         twins.inject()
         for one in uses(family):
             one.apply(twins)
-        gc.collect()  # frames that the error passed
+        gc.collect(0)  # frames that the error passed
         weights = weakref.ref(next(twins.tested.parameters()))
         twins.deepcopy(keep=False)
         assert weights() is None
@@ -452,8 +451,10 @@ def test_memory_is_freed_without_garbage_collection(device, family, is_ejected):
 
 @every_family
 def test_report_names_modules(kernel, device, family):
-    model, _, _ = prepared(family, device)
+    """The report's modules are the model's. Another model stays plain."""
+    model, plain, arguments = prepared(family, device)
     report = kernel.inject_kernels(model)
+    assert not kernel_calls(run, plain, arguments)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     for entry in report.replaced + report.left_alone:
         assert classes[entry.name] == entry.module
@@ -661,15 +662,17 @@ def test_attention_backends(kernel, device, family):
 # torch.compile and CUDA graphs
 
 
+# Tracing takes seconds.
+SOON = {("blocks", name) for name in ("ltx", "flux", "qwenimage", "sd3", "wan")}
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        *(("blocks", family) for family in FAMILIES.values()),
-        *(
-            pytest.param("model", FAMILIES[name], marks=pytest.mark.slow)
-            for name in ("ltx", "flux")
-        ),
+        pytest.param(kind, family, marks=[] if (kind, family.name) in SOON else [pytest.mark.slow])
+        for kind, families in {"blocks": FAMILIES, "model": ["ltx", "flux"]}.items()
+        for family in map(FAMILIES.get, families)
     ],
     ids=str,
 )

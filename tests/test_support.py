@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
+import conftest
 import render_support
 from families import (
     FAMILIES,
@@ -309,6 +310,16 @@ def assert_same(out, expected, rounding):
     assert error <= rounding, error
 
 
+@functools.cache
+def without_change(name, device, *config):
+    """A plain model's result; how often the injected model calls each operator, and what its report leaves
+    alone."""
+    model, plain, arguments = prepared(FAMILIES[name], device, config=dict(config), seed=5)
+    left_alone = conftest.load_kernel().inject_kernels(model).left_alone
+    return run(plain, arguments), kernel_calls(run, model, arguments), left_alone
+
+
+@pytest.mark.drawn(times=3)
 @every_family
 @pytest.mark.parametrize("feature", [*CHANGES, *RUNS])
 def test_behaviour(kernel, device, family, feature):
@@ -319,7 +330,7 @@ def test_behaviour(kernel, device, family, feature):
     position = [*FAMILIES].index(family.name) + [*CHANGES, *RUNS].index(feature)
     is_injected_first = position % 2 == 0
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
-    model, plain, arguments = prepared(family, device, config=config)
+    model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":
         missing = {"fused projections": "fuse_qkv_projections", "vmap": "pad_sequence|index_put_"}[
             feature
@@ -330,11 +341,9 @@ def test_behaviour(kernel, device, family, feature):
                 CHANGES.get(feature, lambda *_: None)(family, candidate)
                 RUNS[feature](family, candidate, arguments)
         return
-    untouched, unchanged = copy.deepcopy(plain), run(plain, arguments)
-    left_alone = kernel.inject_kernels(untouched).left_alone
-    calls = kernel_calls(run, untouched, arguments)
-    for operator, count in FEWER_CALLS.get((feature, family.name), {}).items():
-        calls[operator] -= count
+    unchanged, calls, left_alone = without_change(family.name, device, *(config or {}).items())
+    fewer = FEWER_CALLS.get((feature, family.name), {})
+    calls = {operator: count - fewer.get(operator, 0) for operator, count in calls.items()}
     whole = calls, left_alone
     if is_injected_first:
         kernel.inject_kernels(model)
@@ -396,7 +405,9 @@ def test_traced(kernel, device, family, trace):
     assert_close(call(others), run(plain, others))
 
 
-@some_families
+@pytest.mark.parametrize(
+    "family", [LTX, pytest.param(FLUX, marks=pytest.mark.slow)], ids=str
+)  # tracing takes seconds
 def test_dynamic_shapes(kernel, device, family):
     torch._dynamo.reset()
     model, plain, _ = prepared(family, device, config=family.one_block)
