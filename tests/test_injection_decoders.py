@@ -581,22 +581,6 @@ def test_graphs_of_an_autoencoder_by_itself(kernel, device):
     kernel.eject_kernels(vae)
 
 
-def test_an_autoencoder_without_norms(kernel, device):
-    """In a pipeline it is left alone."""
-
-    class Pipeline:
-        components = {
-            "transformer": ltx_models.transformer(device),
-            "vae": diffusers.AutoencoderTiny(
-                encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4
-            ),
-        }
-
-    report = kernel.inject_kernels(Pipeline())
-    assert report.levels == {"transformer": "in full", "vae": "not at all"}
-    assert reasons_of(report)["vae"] == "it has no module that there is a kernel for"
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every
 def test_peak_of_memory(kernel, device, small):

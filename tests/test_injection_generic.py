@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.models import attention_dispatch, normalization
-from diffusers.models.attention_processor import (
-    AttnProcessor2_0,
-    IPAdapterAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
 from diffusers.models.transformers import transformer_prx
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -35,7 +32,7 @@ from injected_pairs import (
     reasons_of,
 )
 from ltx_models import either_order, kernel_calls, operation_of
-from small_models import BY_NAME, MODELS, run
+from small_models import BY_NAME, MODELS, run, to
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
@@ -95,23 +92,22 @@ def test_16_bits(kernel, device, small, dtype):
     norms = sum(n for name, n in counted.items() if "Norm" in name or name in NORMS_OF_A_CALL)
     assert norms == sum(n for name, n in calls.items() if "norm" in name)
     assert counted.get("Attention", 0) <= small.attends
-    assert_as_close_as_eager(
-        model, plain, lambda dtype, seed: small.arguments(device, dtype, seed), samples=12
-    )
+    assert_as_close_as_eager(model, plain, lambda dtype, seed: small.arguments(device, dtype, seed))
     assert list(model.state_dict()) == list(plain.state_dict())
     assert all(torch.equal(*both) for both in zip(tensors_of(arguments), before, strict=True))
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), run(plain, arguments))
-    assert kernel_calls(run, model, arguments) == {}
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("small", MODELS, ids=str)
 def test_float32(kernel, device, small):
-    """Attention is the model's own, and accuracy is the best possible."""
+    """Attention is the model's own, and the error beside float64 is the plain model's."""
     model, plain, report, arguments = pair(small, kernel, device, dtype=FLOAT32)
     assert attentions(model, arguments) == 0
-    assert_alike(model, plain, arguments, times=1, slack=3e-6)
+    exact = run(copy.deepcopy(plain).double(), to(arguments, device, torch.float64))
+    error, its_error = (relative_distance(run(m, arguments), exact) for m in (model, plain))
+    assert error <= 1.25 * its_error  # of sums in another order
     reason = "attention itself is the model's own: no kernel for float32"
     attended = [entry.name for entry in report.left_alone if entry.reason == reason]
     assert attended or not small.attends

@@ -335,11 +335,7 @@ class HalvedNorm(nn.GroupNorm):
 CHANGES = {  # the path of the change, the new value, and why the block's own code then runs
     "norm1": ("norm1", lambda old: HalvedNorm(4, CHANNELS), f"norm1 is a {__name__}.HalvedNorm"),
     "norm2": ("norm2", lambda old: HalvedNorm(4, CHANNELS), f"norm2 is a {__name__}.HalvedNorm"),
-    "identity": (
-        "norm2",
-        lambda old: nn.Identity(),
-        "norm2 is a torch.nn.modules.linear.Identity",
-    ),
+    "identity": ("norm2", lambda old: nn.Identity(), "norm2 is a torch.nn.modules.linear.Identity"),
     "activation": (
         "nonlinearity",
         lambda old: nn.Tanh(),

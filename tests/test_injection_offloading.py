@@ -1,4 +1,4 @@
-"""Offloading, placement, context parallelism, before or after injection: calls that stay on the kernels."""
+"""Offloading and placement, before or after injection: calls that stay on the kernels."""
 
 import copy
 
@@ -6,8 +6,6 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from diffusers.hooks import context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from changes import offload
 from checks import relative_distance
@@ -88,35 +86,3 @@ def test_placed_by_a_device_map(kernel, device, tmp_path, name, kind, is_injecte
     kernel.eject_kernels(model)
     assert kernel_calls(run, model, arguments) == {}
     assert relative_distance(run(model, arguments), expected) < 1e-5
-
-
-# ------------------------------------------------------------------------------------------------
-# Context parallelism
-
-
-def test_context_parallelism_after_the_injection(kernel, device, monkeypatch):
-    """Its hooks find the tables to shard, and processors that accept its settings."""
-    model, arguments, expected = prepared(device)
-    names = ("num_frames", "height", "width", "rope_interpolation_scale")
-    with torch.no_grad():
-        tables = model.rope(arguments["hidden_states"], *(arguments[name] for name in names))
-    kernel.inject_kernels(model)
-    sharded = []
-
-    def shard(tensor, dim, mesh):
-        sharded.append(tensor)
-        assert dim == 1
-        return tensor
-
-    sharder = context_parallel.EquipartitionSharder
-    monkeypatch.setattr(sharder, "shard", shard)
-    monkeypatch.setattr(sharder, "unshard", lambda tensor, dim, mesh: tensor)
-    config = ContextParallelConfig(ulysses_degree=2)
-    context_parallel.apply_context_parallel(model, config, model._cp_plan)
-    with_tables = calls_of(2, qk_norm_coordinate_rope=0, qk_norm_rope=1)
-    assert computing(expected, model, arguments) == with_tables
-    rotary = [tensor for tensor in sharded if tensor.shape == tables[0].shape]
-    assert len(rotary) == 2
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(rotary, tables, strict=True))
-    context_parallel.remove_context_parallel(model, model._cp_plan)
-    assert computing(expected, model, arguments) == calls_of(2)

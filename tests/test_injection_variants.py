@@ -22,13 +22,7 @@ from family_z_image import (
     z_image_inputs,
     z_image_model,
 )
-from injected_pairs import (
-    assert_as_close_as_eager,
-    fallen_back,
-    injected,
-    on_kernels,
-    reasons_of,
-)
+from injected_pairs import assert_as_close_as_eager, fallen_back, injected, on_kernels, reasons_of
 from ltx_models import kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -205,10 +199,7 @@ def test_relatives_of_hunyuan_video(kernel, device, name):
 
 FEWER_HEADS = {"audio_num_attention_heads": 1, "rope_type": "interleaved"}
 # Self-attention of one sample is skipped in the first block.
-PERTURBED = {
-    "spatio_temporal_guidance_blocks": [0],
-    "perturbation_mask": torch.tensor([0.0, 1.0]),
-}
+PERTURBED = {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": torch.tensor([0.0, 1.0])}
 VARIANTS_OF_LTX2 = {  # configuration and arguments
     "interleaved": ({"rope_type": "interleaved"}, {}),
     "fewer heads for audio": (FEWER_HEADS, {}),
