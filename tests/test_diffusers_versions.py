@@ -5,6 +5,7 @@
 
 import copy
 import sys
+from functools import partial
 
 import diffusers
 import pytest
@@ -28,7 +29,7 @@ from family_relatives import (
     with_condition,
 )
 from family_z_image import control_inputs, controlnet_of_z_image
-from ranks import run_ranks
+from ranks import in_ranks
 from small_models import BY_NAME, run, to
 from test_context_parallel import RING, ULYSSES, inputs_of, model_of, parallelize, prepare_rank
 
@@ -50,66 +51,57 @@ def family_model(name, device, option, dtype=torch.float32, **config):
     return family.model(device, dtype, **config), arguments
 
 
-def controlnet(name, device):
-    plain, arguments = family_model(name, device, "two samples")
-    return controlnet_of(name, plain).to(device), with_condition(arguments)
-
-
-def wans_copy(name, device):
-    return copy_of_wan(name).to(device), inputs_of_copy(name, device)
-
-
-def cosmos_controlnet(name, device):
-    return controlnet_of_cosmos(device)
-
-
-def relative(name, device):
-    make, make_inputs = RELATIVES[name]
-    return make(device), make_inputs(device)
-
-
-def without_a_family(name, device):
-    return BY_NAME[name].model(device), BY_NAME[name].arguments(device)
-
-
-def z_image_controlnet(name, device):
-    return controlnet_of_z_image(device, refiner="control_noise_refiner"), control_inputs(device)
-
-
-def consisid(name, device):
-    model = family_cogvideox.consisid_model(device)
-    return model, family_cogvideox.cogvideox_inputs(device)
-
-
-def xs(name, device):
-    return controlnet_xs(device), to(controlnet_xs_inputs(), device, torch.float32)
-
-
 def small_model(name, device, dtype=torch.float32, **config):
     return family_model(name, device, next(iter(FAMILIES[name].options)), dtype, **config)
 
 
+def controlnet(family, device):
+    plain, arguments = family_model(family, device, "two samples")
+    return controlnet_of(family, plain).to(device), with_condition(arguments)
+
+
+# What makes a model and the arguments of a forward, of classes without a family.
 RELATIVES = {
-    "HunyuanImageTransformer2DModel": (
-        family_hunyuan.hunyuan_image_model,
-        family_hunyuan.hunyuan_image_inputs,
+    **{f"ControlNet of {family}": partial(controlnet, family) for family in CONTROLNETS},
+    **{
+        name: lambda device, name=name: (copy_of_wan(name).to(device), inputs_of_copy(name, device))
+        for name in COPIES_OF_WAN
+    },
+    **{
+        name: lambda device, model=BY_NAME[name]: (model.model(device), model.arguments(device))
+        for name in ("unet", "controlnet")
+    },
+    "ConsisIDTransformer3DModel": lambda device: (
+        family_cogvideox.consisid_model(device),
+        family_cogvideox.cogvideox_inputs(device),
     ),
-    "HunyuanVideoFramepackTransformer3DModel": (
-        family_hunyuan.framepack_model,
-        family_hunyuan.framepack_inputs,
+    "CosmosControlNetModel": controlnet_of_cosmos,
+    "HunyuanImageTransformer2DModel": lambda device: (
+        family_hunyuan.hunyuan_image_model(device),
+        family_hunyuan.hunyuan_image_inputs(device),
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": lambda device: (
+        family_hunyuan.framepack_model(device),
+        family_hunyuan.framepack_inputs(device),
+    ),
+    "UNetControlNetXSModel": lambda device: (
+        controlnet_xs(device),
+        to(controlnet_xs_inputs(), device, torch.float32),
+    ),
+    "ZImageControlNetModel": lambda device: (
+        controlnet_of_z_image(device, refiner="control_noise_refiner"),
+        control_inputs(device),
     ),
 }
 MODELS = [
-    *((family_model, name, option) for name in FAMILIES for option in FAMILIES[name].options),
-    *((controlnet, name) for name in CONTROLNETS),
-    *((wans_copy, name) for name in COPIES_OF_WAN),
-    *((cosmos_controlnet, n) for n in ("CosmosControlNetModel",) if hasattr(diffusers, n)),
-    *((relative, name) for name in RELATIVES if hasattr(diffusers, name)),
-    *((without_a_family, name) for name in ("unet", "controlnet")),
-    (consisid, "ConsisIDTransformer3DModel"),
-    (xs, "UNetControlNetXSModel"),
-    *((z_image_controlnet, n) for n in ("ZImageControlNetModel",) if hasattr(diffusers, n)),
+    *((name, option) for name, family in FAMILIES.items() for option in family.options),
+    # Older versions of diffusers do not have all of them.
+    *((n, None) for n in RELATIVES if not n.endswith("Model") or hasattr(diffusers, n)),
 ]
+
+
+def make(name, option, device):
+    return RELATIVES[name](device) if option is None else family_model(name, device, option)
 
 
 def assert_on_kernels(report, model):
@@ -121,16 +113,16 @@ def assert_on_kernels(report, model):
 
 
 def test_every_known_model_is_tried(kernel, device):
-    tried = {type(make(name, device, *rest)[0]).__name__ for make, name, *rest in MODELS}
+    first = dict(reversed(MODELS))
+    tried = {type(make(name, option, device)[0]).__name__ for name, option in first.items()}
     inject = sys.modules[kernel.inject_kernels.__module__]
     known = inject.known_models().split(", ")
     assert tried == {name for name in known if hasattr(diffusers, name)}
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: "-".join((case[0].__name__, *case[1:])))
-def test_values_and_ejection(kernel, device, case):
-    make, name, *option = case
-    plain, arguments = make(name, device, *option)
+@pytest.mark.parametrize(("name", "option"), MODELS)
+def test_values_and_ejection(kernel, device, name, option):
+    plain, arguments = make(name, option, device)
     model, expected = copy.deepcopy(plain), run(plain, arguments)
     report = kernel.inject_kernels(model)
     out = run(model, arguments)
@@ -172,31 +164,28 @@ def test_changed_layers(kernel, device, family, library):
     assert torch.equal(run(model, arguments), expected)
 
 
-def check_context_parallelism(kernel, rank):
+@pytest.mark.skipif(VERSION > (0, 36), reason="test_context_parallel.py tests the newest")
+@pytest.mark.parametrize("name", ["flux", "wan", "ltx", "sd3", "z_image"])
+@in_ranks
+def test_context_parallelism(kernel, name):
     """The injection, and the attention backend alone."""
     prepare_rank()
     backend = kernel.register_attention_backend()
-    for name in ("flux", "wan", "ltx", "sd3", "z_image"):
-        for how in (ULYSSES, RING):
-            for is_injected in (True, False):
-                if not is_injected and name not in ("flux", "wan", "z_image"):
-                    continue  # their own code does not split attention, or masks
-                _, model, plain = model_of(name)
-                arguments = inputs_of(FAMILIES[name], torch.float32, {})
-                if is_injected:
-                    kernel.inject_kernels(model)
-                else:
-                    model.set_attention_backend(backend)
-                parallelize(kernel, model, how)
-                # Older hooks do not take the class of a model's results.
-                out, expected = (run_for_tuple(each, arguments) for each in (model, plain))
-                assert relative_distance(out, expected) < 2e-6, (name, how)
-
-
-def test_context_parallelism(device, tmp_path):
-    if device != "cpu":
-        pytest.skip("the ranks would need a GPU each")
-    run_ranks(check_context_parallelism, 2, tmp_path)
+    family, _, plain = model_of(name)
+    arguments = inputs_of(family)
+    # Older hooks do not take the class of a model's results.
+    expected = run_for_tuple(plain, arguments)
+    for how in (ULYSSES, RING):
+        for is_injected in (True, False):
+            if not is_injected and name not in ("flux", "wan", "z_image"):
+                continue  # their own code does not split attention, or masks
+            model = copy.deepcopy(plain)
+            if is_injected:
+                kernel.inject_kernels(model)
+            else:
+                model.set_attention_backend(backend)
+            parallelize(kernel, model, how)
+            assert relative_distance(run_for_tuple(model, arguments), expected) < 2e-6, how
 
 
 def test_an_older_version_is_refused(kernel, device, monkeypatch):
