@@ -22,7 +22,6 @@ sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 import bench_attention
 import bench_cuda_graphs
 import flux2
-import fp8_targets
 import history
 import models
 import options
@@ -60,6 +59,7 @@ def figure(name, results):
 
 @pytest.mark.parametrize("path", render_docs.DOCUMENTS, ids=lambda p: str(p.relative_to(CHECKOUT)))
 def test_figures_agree_with_the_results(path):
+    """The committed pages are also the known values of the code that makes them."""
     text = path.read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "stale: run tools/render_docs.py"
     for _, name, table in (match.groups() for match in TABLE.finditer(text)):
@@ -117,37 +117,6 @@ def test_targets_that_are_met_and_missed(made_up):
     large = [e for n in FAMILIES for e in load(made_up, n)["workloads"] if e["bytes"] >= 64e6]
     assert of_copy.of.startswith(f"{len(large) - 1} of {len(large)};")
     assert of_copy.verdict == "missed by 50.0%"
-
-
-# ------------------------------------------------------------------------------------------------
-# FP8
-
-
-def of_modes(**microseconds):
-    return {name.replace("_", " "): timing.summarize([us]) for name, us in microseconds.items()}
-
-
-def test_targets_of_fp8():
-    """Products of 100 and 90% of the aim; only norms aim at the rate of a copy."""
-    times = (of_modes(ours=100.0, exact=over, fast=90.0, bfloat16=160.0) for over in (115.0, 103.5))
-    entry = {"operations": 10**9, "errors": {"ours": 2e-3, "exact": 2e-3, "fast": 3e-3}}
-    products = [
-        {**entry, "size": [rows, 2, 3], "microseconds": us, "sustained_microseconds": us}
-        for rows, us in enumerate(times, 1)
-    ]
-    copied = {"layer_norm_modulate_fp8": 9.4, "quantize_fp8": 5.0}
-    rows = [
-        {"operation": name, "shape": [2, 3], "microseconds": of_modes(ours=10.0, copy=copy)}
-        for name, copy in copied.items()
-    ]
-    us = of_modes(ours=110.0, launches=137.5, product=100.0)
-    fused = {"operation": "linear_gelu_fp8", "size": [1, 2, 3], "microseconds": us}
-    measured = {"products": products, "fused": [{**fused, "sustained_microseconds": us}]}
-    of_products, norms, errors, gelu = fp8_targets.operations({"fp8": {**measured, "rows": rows}})
-    assert of_products.of == "1 of 2; the least: linear_fp8 2×2×3"
-    assert of_products.verdict == "missed by 10.0%"
-    assert errors.verdict == norms.verdict == "met"
-    assert (gelu.of, gelu.measured, gelu.verdict) == ("1×2×3", 1.1, "missed by 1.9%")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -366,27 +335,3 @@ def test_targets_name_what_is_measured():
     for name, size, *_ in targets.GRAPH_FORWARDS:
         (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
         assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
-
-
-def test_targets_of_pipelines():
-    seconds = {"eager": 4.0, models.REGIONAL: 3.0, models.FA3: 2.6, "injected": 2.5}
-    modes = {
-        mode: {"seconds": {"median": s}, "decoder_s": 0.5, "joules": 100 * s, "peak_bytes": 2**30}
-        | {"power_cap": 1.0, "held_bytes": 0}
-        for mode, s in seconds.items()
-    }
-    entry = {
-        "name": "flux",
-        "title": "FLUX.1",
-        "modes": modes,
-        "speedups": timing.speedups(seconds),
-    }
-    rows = pipeline_targets.evaluate({"environment": ENVIRONMENT, "pipelines": [entry]})
-    over_eager, over_compiled, over_fa3, *others, energy, energy_compiled, memory = rows
-    (decoder,) = [row for row in others if row.measured is not None]
-    assert "decoder" in decoder.what and decoder.measured == 1
-    assert (over_eager.measured, over_eager.verdict) == (1.6, "met")
-    assert (over_compiled.measured, over_compiled.verdict) == (1.2, "met")
-    assert over_fa3.measured == pytest.approx(1.04) and over_fa3.verdict == "missed by 3.7%"
-    assert energy.measured == pytest.approx(0.625) and energy.verdict == "met"
-    assert energy_compiled.measured == pytest.approx(2.5 / 3) and memory.measured == 1
