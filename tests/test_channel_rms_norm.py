@@ -49,6 +49,7 @@ def check_norm(kernel, x, is_last, **options):
 @every_memory
 @every_dtype
 def test_shapes_of_models(kernel, device, shape, is_last, dtype):
+    shape = shape if device == "cuda" else (1, *shape[1:])
     x = laid_out(normal(*shape, dtype=dtype, device=device), is_last)
     given = everything(x)
     check_norm(kernel, x, is_last, weight=given["weight"], activation="silu")
