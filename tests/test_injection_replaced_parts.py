@@ -76,37 +76,32 @@ def test_norms_that_change_or_raise_as_the_models(kernel, device, case, place):
     assert_same_outcome(model, plain, **inputs(plain), return_dict=False, slack=0.03)
 
 
+QUERY_AND_KEY = [f"{FAMILIES['flux3'].parts['attention']}.{name}" for name in ("norm_q", "norm_k")]
+IN_FLOAT32 = [  # norms of a family, and their width
+    *(("wan", [f"blocks.{name}"], 128) for name in ("0.norm1", "1.norm1", "1.norm2", "1.norm3")),
+    ("flux3", QUERY_AND_KEY, KERNEL_HEADS["head_dim"]),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("place", ["0.norm1", "1.norm1", "1.norm2", "1.norm3"])
-def test_a_layer_norm_where_the_model_computes_in_float32(kernel, device, place, dtype):
+@pytest.mark.parametrize(("name", "paths", "width"), IN_FLOAT32, ids=str)
+def test_a_layer_norm_where_the_model_computes_in_float32(
+    kernel, device, name, paths, width, dtype
+):
     """One with a weight in 16 bits cannot be called there."""
-    family = FAMILIES["wan"]
+    family = FAMILIES[name]
     arguments = family.inputs(device, torch.bfloat16)
     plain = family.model(device, torch.bfloat16, seed=1, **KERNEL_HEADS)
-    hidden = plain.blocks[0].ffn.net[2].out_features
-    change = putting(f"blocks.{place}", lambda _: nn.LayerNorm(hidden).to(dtype))
-    model, plain, _ = injected(kernel, plain, change)
-    expected = assert_same_outcome(model, plain, **arguments, return_dict=False, slack=0.03)
-    assert isinstance(expected, str) == (dtype == torch.bfloat16)
-    if not isinstance(expected, str):
-        assert "gated_residual_layer_norm_modulate" in kernel_calls(run, model, arguments)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_layer_norms_of_float32_queries_and_keys(kernel, device, dtype):
-    """As in the test above."""
-    family = FAMILIES["flux3"]
-    arguments = family.inputs(device, torch.bfloat16)
-    plain = family.model(device, torch.bfloat16, **KERNEL_HEADS)
 
     def change(model):
-        for name in ("norm_q", "norm_k"):
-            norm = nn.LayerNorm(KERNEL_HEADS["head_dim"], device=device, dtype=dtype)
-            setattr(family.part(model, "attention"), name, norm)
+        for path in paths:
+            putting(path, lambda _: nn.LayerNorm(width).to(dtype))(model)
 
     model, plain, _ = injected(kernel, plain, change)
     expected = assert_same_outcome(model, plain, **arguments, return_dict=False, slack=0.03)
     assert isinstance(expected, str) == (dtype == torch.bfloat16)
+    if name == "wan" and not isinstance(expected, str):
+        assert "gated_residual_layer_norm_modulate" in kernel_calls(run, model, arguments)
 
 
 KREA2_PLACES = (
@@ -246,6 +241,7 @@ PARTS = {
 NAMED = ("attention", "feed-forward", "activation")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("part", PARTS)
 @either_order
 def test_other_parts(kernel, device, part, is_injected_first):
@@ -260,7 +256,7 @@ def test_other_parts(kernel, device, part, is_injected_first):
     assert kernel_calls(run, model, arguments)["gated_residual_rms_norm_modulate"] >= 2
     kernel.eject_kernels(model)
     assert kernel_calls(run, model, arguments) == {}
-    assert_alike(model, plain, arguments)
+    assert_alike(model, plain, arguments, times=1)
 
 
 # ------------------------------------------------------------------------------------------------
