@@ -187,12 +187,17 @@ def exact(model):
 def of_fp8(model, arguments):
     """The number of calls by operator that compute FP8 layers: the package's, and torchao's. "products": the
     number of layers that the package's compute."""
-    counts = collections.Counter()
-    for name, args in operator_calls(run, model, arguments):
+    return run_and_count(model, arguments)[1]
+
+
+def run_and_count(model, arguments):
+    """(the result, the same numbers) of one forward."""
+    counts, results = collections.Counter(), []
+    for name, args in operator_calls(lambda: results.append(run(model, arguments))):
         if "fp8" in name or "scaled_mm" in name:
             counts[name] += 1
             counts["products"] += products(name, args)
-    return +counts
+    return results[0], +counts
 
 
 def products(name, args):

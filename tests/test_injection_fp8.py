@@ -13,7 +13,7 @@ import fp8_models
 from changes import offload
 from families import FAMILIES, KERNEL_HEADS, every_family
 from family_ltx2 import LTX23
-from fp8_models import PER_ROW, PER_TENSOR, of_fp8, products, quantize
+from fp8_models import PER_ROW, PER_TENSOR, of_fp8, products, quantize, run_and_count
 from graphs import Pair, graphs  # noqa: F401
 from injected_pairs import as_float32
 from ltx_models import either_order
@@ -46,19 +46,24 @@ def prepared(family, device, *args, dtype=BFLOAT16, **options):
     return model, family.inputs(device, dtype), count
 
 
-def assert_as_close_as_eager(model, plain, make_arguments, samples=24):
+def assert_as_close_as_eager(model, plain, make_arguments, forwards=4):
     """The distance of ``model`` from the float32 model with the dequantized weights is at most 1.05 times
-    that of a model with the same weights that quantizes by PyTorch."""
+    that of a model with the same weights that quantizes by PyTorch. The quotient of one forward of 24
+    samples has a standard deviation of 1.6 to 4.7% between seeds, and of two samples one of 5 to 19%."""
     exact, eager = fp8_models.exact(plain), fp8_models.eager(plain)
     squares = torch.zeros(2, dtype=torch.float64)
-    for seed in range(samples):
-        arguments = make_arguments(seed)
+    for seed in range(forwards):
+        arguments = make_arguments(seed=seed)
         expected = run(exact, as_float32(arguments, BFLOAT16)).double()
         for i, candidate in enumerate((model, eager)):
             squares[i] += (run(candidate, arguments) - expected).square().sum().cpu()
     error, eager_error = squares.sqrt().tolist()
     assert eager_error > 0
     assert error <= 1.05 * eager_error, f"{error / eager_error:.3f} of the eager model's"
+
+
+def in_batches(family, device, **options):
+    return functools.partial(family.inputs, device, BFLOAT16, batch=24, **options)
 
 
 # Families whose small models amplify the difference between two quantizations.
@@ -88,37 +93,26 @@ def assert_close(out, expected, slack=0.06):
 
 
 @every_family
+def test_accuracy(kernel, device, family):
+    plain, _, _ = prepared(family, device)
+    model = copy.deepcopy(plain)
+    kernel.inject_kernels(model)
+    assert_as_close_as_eager(model, plain, in_batches(family, device))
+
+
+@every_family
 @either_order
-def test_every_layer(kernel, device, family, is_injected_first):
-    """Every quantized layer of the blocks runs on the kernels, whether it is quantized before or after."""
+def test_calls(kernel, device, family, is_injected_first):
+    """What quantizes: passes of their own, norms, activations (in products, or in passes of their own), and
+    the attention's result beside an activation. Residuals are added in the last products."""
     model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
-    arguments = family.inputs(device, BFLOAT16)
     if is_injected_first:
         kernel.inject_kernels(model)
     count = quantize_blocks(family, model)
     if not is_injected_first:
         kernel.inject_kernels(model)
-    calls = of_fp8(model, arguments)
-    assert count > 0
-    assert calls["products"] >= count
+    calls = of_fp8(model, family.inputs(device, BFLOAT16))
     assert calls.keys() <= OPERATIONS
-
-
-@every_family
-def test_accuracy(kernel, device, family):
-    plain, _, _ = prepared(family, device)
-    model = copy.deepcopy(plain)
-    kernel.inject_kernels(model)
-    assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
-
-
-@every_family
-def test_calls(kernel, device, family):
-    """What quantizes: passes of their own, norms, activations (in products, or in passes of their own), and
-    the attention's result beside an activation. Residuals are added in the last products."""
-    model, arguments, count = prepared(family, device)
-    kernel.inject_kernels(model)
-    calls = of_fp8(model, arguments)
     names = ("quantize_fp8", *NORMS, "linear_gelu_fp8", "activation_fp8")
     names += ("quantize_fp8_out", "linear_gelu_fp8_out", "linear_gated_residual_fp8")
     assert [calls[name] for name in names] == {
@@ -149,7 +143,7 @@ def test_calls(kernel, device, family):
 
 def with_image(arguments):
     text = arguments["encoder_hidden_states"]
-    return {**arguments, "encoder_hidden_states": (text, text.new_ones(2, 7, 20))}
+    return {**arguments, "encoder_hidden_states": (text, text.new_ones(len(text), 7, 20))}
 
 
 # Configurations with other attentions or modulations: the family, the configuration, a change of the inputs,
@@ -181,10 +175,12 @@ def test_variants(kernel, device, variant):
     model = copy.deepcopy(plain)
     report = kernel.inject_kernels(model)
 
-    def make_arguments(seed):
-        return change(family.inputs(device, BFLOAT16, seed=seed, **options))
+    inputs = in_batches(family, device, **options)
 
-    calls = of_fp8(model, make_arguments(0))
+    def make_arguments(seed=0):
+        return change(inputs(seed=seed))
+
+    calls = of_fp8(model, make_arguments())
     assert [calls[name] for name in ("quantize_fp8", *NORMS)] == expected
     assert calls.keys() <= OPERATIONS and fallbacks(report) == []
     assert_as_close_as_eager(model, plain, make_arguments)
@@ -197,7 +193,7 @@ def test_per_tensor(kernel, device, family):
     model = copy.deepcopy(plain)
     kernel.inject_kernels(model)
     assert of_fp8(model, family.inputs(device, BFLOAT16))["products"] == count
-    assert_as_close_as_eager(model, plain, lambda seed: family.inputs(device, BFLOAT16, seed=seed))
+    assert_as_close_as_eager(model, plain, in_batches(family, device))
 
 
 # Diffusers' own FP8 layers, as it loads FLUX checkpoints that are stored in FP8.
@@ -271,7 +267,8 @@ def test_in_part(kernel, device, name, is_injected_first):
         assert (calls["products"] > 0) == (name != "prx")
     else:
         assert calls["products"] >= count and "_scaled_mm" not in calls
-    assert_as_close_as_eager(model, plain, lambda seed: small.arguments(device, BFLOAT16, seed))
+    arguments = functools.partial(small.arguments, device, BFLOAT16)
+    assert_as_close_as_eager(model, plain, arguments, forwards=24)
 
 
 def quantize_blocks_in_part(model):
@@ -584,36 +581,28 @@ def test_lora(kernel, device, family, is_injected_first):
     adapted(model, ["one", "two"], family)
     kernel.inject_kernels(model)
 
-    def check():
-        out = run(model, arguments)
-        calls = of_fp8(model, arguments)
+    def check(expected, slack):
+        out, calls = run_and_count(model, arguments)
         assert "_scaled_mm" not in calls
         assert_count(calls["products"], family, count)
-        assert_close(out, run(eager(model), arguments), slack_of(family))
-        return out
+        assert_close(out, expected, slack)
+        return out, sum(calls[name] for name in NORMS)
 
-    def quantizing_norms():
-        calls = of_fp8(model, arguments)
-        return sum(calls[name] for name in NORMS)
-
-    def is_as_without(out):
-        return (out - without).float().norm() <= (slack_of(family) - 0.01) * without.float().norm()
-
+    slack = slack_of(family)
     model.set_adapters(["one"])
-    one, with_adapters = check(), quantizing_norms()
-    assert not is_as_without(one)
+    one, with_adapters = check(run(eager(model), arguments), slack)
+    assert (one - without).float().norm() > (slack - 0.01) * without.float().norm()
     model.set_adapters(["one", "two"], [0.5, 2.0])
-    assert not torch.equal(check(), one)
+    assert not torch.equal(check(run(eager(model), arguments), slack)[0], one)
     model.disable_adapters()
-    assert is_as_without(check())
+    check(without, slack - 0.01)
     model.enable_adapters()
     model.set_adapters(["one"])
-    assert torch.equal(check(), one)
+    assert torch.equal(run(model, arguments), one)
     model.delete_adapters(["two"])
-    assert torch.equal(check(), one)
+    assert torch.equal(run(model, arguments), one)
     model.unload_lora()
-    assert is_as_without(check())
-    assert quantizing_norms() > with_adapters
+    assert check(without, slack - 0.01)[1] > with_adapters
 
 
 @pytest.mark.parametrize("kind", ["sequential", "model", "block_level", "leaf_level"])
@@ -637,7 +626,8 @@ def test_offloading(kernel, device, kind, is_injected_first):
 @either_order
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
 def test_compiled(kernel, device, family, backend, is_injected_first):
-    model = family.model(device, BFLOAT16, **KERNEL_HEADS).requires_grad_(False)
+    model = family.model(device, BFLOAT16, **KERNEL_HEADS, **family.one_block)
+    model.requires_grad_(False)
     arguments = family.inputs(device, BFLOAT16)
     if is_injected_first:
         kernel.inject_kernels(model)
