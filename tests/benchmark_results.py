@@ -76,9 +76,3 @@ def store_operations(folder):
             entries.append({**entry, "cold": rates, "warm": rates})
         peers = {"liger": "0.8.5"}
         store(folder, name, {"environment": ENVIRONMENT, "peers": peers, "workloads": entries})
-    calls = [("torch rms_norm", 10.0), ("rms_norm", 11.0), ("softmax", 13.0)]
-    calls = [
-        {"operation": name, "microseconds": {"median": time}, "over_yardstick": time / 10}
-        for name, time in calls
-    ]
-    store(folder, "host", {"environment": ENVIRONMENT, "processor": "x", "calls": calls})

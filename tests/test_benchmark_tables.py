@@ -19,17 +19,14 @@ from conftest import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
-import bench_attention
 import bench_cuda_graphs
-import flux2
+import fp8_targets
 import history
 import models
 import options
 import pipeline_targets
-import sd3
 import targets
 import timing
-import wan
 import whole_pipelines
 
 import render_docs
@@ -96,92 +93,6 @@ def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     assert whole - without == 1
 
 
-def evaluated(made_up, change=lambda loaded: None):
-    loaded = {name: load(made_up, name) for name in (*FAMILIES, "host")}
-    change(loaded)
-    return targets.evaluate(loaded)
-
-
-def test_targets_that_are_met_and_missed(made_up):
-    *others, host = [row for row in evaluated(made_up) if row.measured is not None]
-    assert (host.of, host.verdict) == ("1 of 2; the most: softmax", "missed by 8.3%")
-    assert {row.verdict for row in others} == {"met"}
-
-    def slow(loaded):
-        entry = targets.find(loaded["norm"]["workloads"], "rms_norm", (32760, 5120))
-        entry["cold"]["over_best_peer"], entry["cold"]["of_large_copy"] = 0.9, 0.47
-
-    over_peer, of_copy = evaluated(made_up, slow)[:2]
-    assert over_peer.of.endswith("the least: rms_norm 32760×5120")
-    assert over_peer.verdict == "missed by 10.0%"
-    large = [e for n in FAMILIES for e in load(made_up, n)["workloads"] if e["bytes"] >= 64e6]
-    assert of_copy.of.startswith(f"{len(large) - 1} of {len(large)};")
-    assert of_copy.verdict == "missed by 50.0%"
-
-
-# ------------------------------------------------------------------------------------------------
-# Attention
-
-
-@pytest.fixture
-def made_up_attention():
-    """Results at the real sizes: FA3 takes 1.2 times as long and has the same error, cuDNN 1.5 times."""
-    entries = []
-    for workload in bench_attention.WORKLOADS:
-        is_masked, of_kinds = bool(workload.variant), {}
-        for kind in bench_attention.kinds_of(workload):
-            ours = bench_attention.flops(workload.shape) / 600e6
-            samples = {"ours": [ours], "cudnn": [1.5 * ours], "copy": [1.0]}
-            if not is_masked:
-                samples["fa3"] = [1.2 * ours]
-            ceilings = {"wgmma": 900.0, "exp2": 4.0}
-            of_kinds[kind] = {
-                "failed": {"flash": "it broke"},
-                "cold": bench_attention.rates(samples, workload.shape, 10**8, ceilings),
-                "errors": dict.fromkeys(set(samples) - {"copy"}, 0.002),
-                "error_over": dict.fromkeys(set(samples) - {"copy", "ours"}, 1.0),
-            }
-        entry = {"operation": "attention", "variant": workload.variant}
-        entry |= {"shape": list(workload.shape), "declined": ["fa3"] * is_masked}
-        slowest = bench_attention.slowest_over_fastest(of_kinds)
-        entries.append({**entry, "slowest_over_fastest": slowest, "inputs": of_kinds})
-    result = {"environment": ENVIRONMENT, "peers": {"cudnn": "9", "flash": "2", "fa3": "3"}}
-    return result | {"ceilings": {"date": "x", "command": "x"}, "workloads": entries}
-
-
-def row_of(rows, what):
-    (row,) = (row for row in rows if row.what == what)
-    return row
-
-
-def test_targets_of_attention(made_up_attention):
-    rows = targets.attention(made_up_attention)
-    assert all(row.verdict == "met" for row in rows)
-    assert row_of(rows, "over FA3, std 1").measured == pytest.approx(1.2)
-    assert row_of(rows, "over cuDNN, typical inputs").of.startswith("44 of 44;")
-    masked = row_of(rows, "over cuDNN, std 3").of
-    assert masked == "2 of 2; the least: attention 2×8064×128×32×64, std 3"
-    assert {row.verdict for row in targets.attention(None)} == {"not measured"}
-
-    small, large, *_ = made_up_attention["workloads"]
-    large["inputs"]["sink"]["cold"]["over"]["fa3"] = 0.972
-    large["inputs"]["large range"]["error_over"]["fa3"] = 1.26
-    large["slowest_over_fastest"] = 0.47
-    del small["inputs"]["rising"]["cold"]["over"]["fa3"]
-    rows = targets.attention(made_up_attention)
-    shape = "attention 2×8064×8064×32×64"
-    sink = row_of(rows, "over FA3, peaked inputs")
-    assert (sink.of, sink.verdict) == (f"9 of 10; the least: {shape}, sink", "missed by 10.0%")
-    error = row_of(rows, "error over FA3's, extreme inputs")
-    assert error.of == f"23 of 24; the most: {shape}, large range"
-    assert error.verdict == "missed by 20.0%"
-    dependence = row_of(rows, "slowest over fastest rate, typical inputs")
-    assert (dependence.of, dependence.measured) == (f"3 of 4; the least: {shape}", 0.47)
-    rising = row_of(rows, "over FA3, rising")
-    assert rising.of == f"3 of 4; the least: {shape}, rising; 1 not measured"
-    assert rising.verdict == "met where measured"
-
-
 # ------------------------------------------------------------------------------------------------
 # Models
 
@@ -219,37 +130,6 @@ def test_forward_is_compared_with_the_faster_compiled_one():
     assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
     (row,) = targets.forwards(made_up_forward(weights="random"))
     assert row.eager is row.compiled_mode is row.over_eager is row.distance_over_eager is None
-
-
-def test_targets_of_the_models():
-    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
-    assert set(targets.TITLES) == set(names)
-    assert all(names[name].startswith(title) for name, title in targets.TITLES.items())
-    assert {row.verdict for row in targets.model_forwards({})} == {"not measured"}
-
-    slow = made_up_forward(injected=50.0, rest=5.0, distance=1.1, **{models.REGIONAL: 52.0})
-    entry = {"mode": "injected", "over_eager": 0.3, "condition": "as published"}
-    host = [
-        {**entry, "model": flux2.NAME},
-        {**entry, "model": flux2.NAME, "over_eager": 0.5},
-        {**entry, "model": sd3.NAME, "over_eager": 0.7},
-        {**entry, "model": wan.NAME, "over_eager": 9.0, "condition": "LoRA adapters"},
-        {**entry, "model": wan.NAME, "over_eager": 1.0, "mode": "eager"},
-    ]
-    results = {"flux2": made_up_forward(**{models.REGIONAL: 48.0}), "sd3": slow, "auraflow": slow}
-    rows = targets.model_forwards({**results, "host_forward": {"forwards": host}})
-    verdicts = {(row.what, row.of): row.verdict for row in rows}
-    size = "1024×1024"
-    assert verdicts["injected over eager", f"FLUX.2 {size}"] == "met"
-    sd3_name = f"Stable Diffusion 3.5 Large {size}"
-    assert verdicts["injected over eager", sd3_name] == "missed by 29.4%"
-    assert verdicts["injected over torch.compile", sd3_name] == "missed by 7.1%"
-    assert verdicts["injected over eager, no family", f"AuraFlow {size}"] == "met"
-    rest, over_compiled, distance, shares = rows[-4:]
-    assert rest.of == f"1 of 22; the most: {sd3_name}; 20 not measured" and rest.measured == 0.25
-    assert over_compiled.measured == 1.25 and distance.measured == 1.1
-    assert distance.of.startswith("1 of 24;") and distance.verdict == "missed by 4.8%"
-    assert shares.measured == 0.7 and shares.of.startswith("1 of 22; the most: Stable Diffusion")
 
 
 def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA H200"):
@@ -304,7 +184,7 @@ def test_committed_rows_of_all_models_are_of_one_card_and_build():
 
 
 # ------------------------------------------------------------------------------------------------
-# CUDA graphs and pipelines
+# CUDA graphs, and aims
 
 
 def test_newest_of_each_forward_is_shown(tmp_path):
@@ -327,11 +207,31 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert keep("d", "21 12", old, device="NVIDIA H100 80GB HBM3")[0] == new, "the newest of a GPU"
 
 
+def test_row_of_an_aim_shows_the_figure_that_is_furthest_behind():
+    def shown(aim, is_upper_bound=False, **figures):
+        row = targets.furthest("what", list(figures.items()), aim, "×", is_upper_bound)
+        return row.of, row.measured, row.verdict
+
+    assert shown(1.0, a=0.9, b=1.2) == ("1 of 2; the least: a", 0.9, "missed by 10.0%")
+    assert shown(1.2, True, a=1.0, b=1.3) == ("1 of 2; the most: b", 1.3, "missed by 8.3%")
+    assert shown(1.0, a=1.2, b=1.1) == ("2 of 2; the least: b", 1.1, "met")
+    partial = "1 of 2; the least: a; 1 not measured"
+    assert shown(1.0, a=1.1, b=None) == (partial, 1.1, "met where measured")
+    assert shown(1.0, a=None, b=None) == ("a and 1 more", None, "not measured")
+    assert shown(2.0, a=1.0) == ("a", 1.0, "missed by 50.0%")
+
+
 def test_targets_name_what_is_measured():
-    assert {row.verdict for row in pipeline_targets.evaluate(None)} == {"not measured"}
+    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
+    assert set(targets.TITLES) == set(names)
+    assert all(names[name].startswith(title) for name, title in targets.TITLES.items())
     titles = {name: pipeline.title for name, pipeline in whole_pipelines.PIPELINES.items()}
     assert {name: p.title for name, p in pipeline_targets.PIPELINES.items()} == titles
-    assert {row.verdict for row in targets.graphs(None)} == {"not measured"}
+    without_results = (
+        *(targets.model_forwards({}), targets.attention(None), targets.graphs(None)),
+        *(pipeline_targets.evaluate(None), fp8_targets.evaluate({}, None)),
+    )
+    assert {row.verdict for rows in without_results for row in rows} == {"not measured"}
     for name, size, *_ in targets.GRAPH_FORWARDS:
         (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
         assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
