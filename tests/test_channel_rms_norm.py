@@ -66,26 +66,6 @@ def test_channels_and_positions(kernel, device, channels, positions, is_last, dt
     check_norm(kernel, x, is_last, **options)
 
 
-SHAPES = [(3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1, 5), (3, 24, 8, 8)]
-
-
-@pairwise(
-    shape=[*SHAPES, (3, 320, 16, 16)],
-    layout=IMAGE_LAYOUTS,
-    is_last=IS_LAST,
-    activation=SILU,
-    vectors=["contiguous", "misaligned"],
-    dtype=DTYPES,
-)
-def test_layouts(kernel, device, shape, layout, is_last, activation, vectors, dtype):
-    x = laid_out(normal(*shape, dtype=dtype, device=device), is_last, layout)
-    options = {**everything(x, layout=vectors), "activation": activation}
-    out = check_norm(kernel, x, is_last, **options)
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if is_last and len(shape) in formats:
-        assert out.is_contiguous(memory_format=formats[len(shape)])
-
-
 VIEWS = {
     "one_frame": lambda x: x[:, :, 2:3],
     "first_frames": lambda x: x[:, :, :3],
@@ -162,13 +142,6 @@ def test_strided_modulation(kernel, device, is_last, dtype):
         check_norm(kernel, x, is_last, scale=scale, shift=shift)
 
 
-@pairwise(eps=[0.0, 1e-12, 1e-6, 1e-3, 1.0, None], is_last=IS_LAST, dtype=DTYPES)
-def test_eps(kernel, device, eps, is_last, dtype):
-    std = 0.001 if eps is None else 0.02  # tells the default from others
-    x = laid_out(normal(2, 128, 16, 16, dtype=dtype, device=device, std=std), is_last)
-    check_norm(kernel, x, is_last, **({} if eps is None else {"eps": eps}))
-
-
 @pairwise(factor=[0.01, 30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)
 def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
     """As in trained models, a few channels have by far the largest values, and positions differ."""
@@ -181,22 +154,6 @@ def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
     check_norm(kernel, x, is_last, **everything(x), activation="silu")
 
 
-@pairwise(
-    value=[math.nan, math.inf, -math.inf],
-    shape=[(4, 24, 5, 7), (4, 640, 8, 8)],
-    is_last=IS_LAST,
-    activation=SILU,
-    dtype=DTYPES,
-)
-def test_nonfinite_values(kernel, device, value, shape, is_last, activation, dtype):
-    """In the first, a middle and the last channel; other positions are as they were."""
-    x = normal(*shape, dtype=dtype, device=device)
-    x[1, 0, 0, 0] = x[2, shape[1] // 2, 2, 2] = x[3, -1, -1, -1] = value
-    x = laid_out(x, is_last)
-    options = {**everything(x), "activation": activation}
-    check_nonfinite(kernel, "channel_rms_norm", x, **options)
-
-
 @pairwise(given=OPTIONAL, is_last=IS_LAST, activation=SILU, dtype=DTYPES)
 def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype):
     x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
@@ -205,17 +162,6 @@ def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype)
     options[given][..., 9] = math.inf
     options[given][..., -1] = -math.inf
     check_nonfinite(kernel, "channel_rms_norm", x, **options, activation=activation)
-
-
-@every_memory
-@every_dtype
-def test_silu_of_large_values(kernel, device, is_last, dtype):
-    """Where exp(-n) is 0, denormal or infinite."""
-    x = laid_out(normal(2, 8, 6, 8, dtype=dtype, device=device), is_last)
-    bias = torch.tensor([-200.0, -90.0, -88.0, -20.0, 20.0, 88.0, 90.0, 200.0], device=device)
-    # The exponent's rounding grows with it, where the result is small.
-    slack = 100 * FLOAT32_ARITHMETIC
-    check_norm(kernel, x, is_last, bias=bias, activation="silu", slack=slack)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,6 +176,70 @@ NORMS = {
     ),
 }
 every_norm = pytest.mark.parametrize("name", NORMS)
+
+
+def check_either(kernel, name, x, groups, is_last, **options):
+    arguments = (x, groups) if name == "group_norm" else (x,)
+    is_last = is_last and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
+    return check(kernel, name, *arguments, is_channels_last=is_last, **options)
+
+
+@pairwise(
+    name=NORMS,
+    shape=[
+        *((3, 24, 35), (3, 24, 5, 7), (2, 24, 3, 5, 7), (2, 24, 1, 7, 1, 5), (3, 24, 8, 8)),
+        (3, 320, 16, 16),
+    ],
+    layout=IMAGE_LAYOUTS,
+    is_last=IS_LAST,
+    activation=SILU,
+    vectors=["contiguous", "misaligned"],
+    dtype=DTYPES,
+)
+def test_layouts(kernel, device, name, shape, layout, is_last, activation, vectors, dtype):
+    x = laid_out(spread(shape, 8, dtype, device), is_last, layout)
+    options = {**NORMS[name][1](x, layout=vectors), "activation": activation}
+    out = check_either(kernel, name, x, 8, is_last, **options)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if is_last and len(shape) in formats:
+        assert out.is_contiguous(memory_format=formats[len(shape)])
+
+
+@pairwise(name=NORMS, eps=[0.0, 1e-12, 1e-6, 1e-3, 1.0, None], is_last=IS_LAST, dtype=DTYPES)
+def test_eps(kernel, device, name, eps, is_last, dtype):
+    # Of many groups, as in float32 the error is that of their statistics.
+    std = 0.001 if eps is None else 0.02  # tells the default from others
+    x = laid_out(normal(8, 256, 16, 16, dtype=dtype, device=device, std=std), is_last)
+    check_either(kernel, name, x, 32, is_last, **({} if eps is None else {"eps": eps}))
+
+
+@pairwise(
+    name=NORMS,
+    value=[math.nan, math.inf, -math.inf],
+    shape=[(4, 24, 5, 7), (4, 320, 16, 16), (4, 640, 8, 8)],
+    is_last=IS_LAST,
+    activation=SILU,
+    dtype=DTYPES,
+)
+def test_nonfinite_values(kernel, device, name, value, shape, is_last, activation, dtype):
+    """In the first, a middle and the last place of a group; other groups or positions are as they were."""
+    x = normal(*shape, dtype=dtype, device=device)
+    size = shape[1] // 8
+    x[1, 0, 0, 0] = x[2, 3 * size + size // 2, 2, 2] = x[3, -1, -1, -1] = value
+    x = laid_out(x, is_last)
+    options = {**NORMS[name][1](x), "activation": activation}
+    groups = (8,) if name == "group_norm" else ()
+    check_nonfinite(kernel, name, x, *groups, **options)
+
+
+@pairwise(name=NORMS, is_last=IS_LAST, dtype=DTYPES)
+def test_silu_of_large_values(kernel, device, name, is_last, dtype):
+    """Where exp(-n) is 0, denormal or infinite."""
+    x = laid_out(spread((2, 8, 6, 8), 2, dtype, device), is_last)
+    bias = torch.tensor([-200.0, -90.0, -88.0, -20.0, 20.0, 88.0, 90.0, 200.0], device=device)
+    options = {"weight": torch.full_like(bias, 0.5), "bias": bias, "activation": "silu"}
+    # The exponent's rounding grows with it, where the result is small.
+    check_either(kernel, name, x, 2, is_last, **options, slack=100 * FLOAT32_ARITHMETIC)
 
 
 @pairwise(
@@ -296,23 +306,26 @@ def test_gradients_keep_the_memory_format(kernel, device, name, is_last):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    ("shape", "layout", "dtype"),
+    ("shape", "groups", "layout", "dtype"),
     [
-        ((2, 6, 5, 7), "odd_rows", torch.bfloat16),
-        ((2, 64, 8, 8), "contiguous", torch.float32),
-        ((2, 96, 3, 8, 8), "contiguous", torch.bfloat16),
-        ((2, 40, 9, 9), "misaligned", torch.float16),
-        ((1, 384, 24, 24), "contiguous", torch.float16),
-        ((1, 1160, 8, 9), "contiguous", torch.bfloat16),
-        ((1, 600, 7, 7), "odd_rows", torch.float32),
-        ((2, 640, 1, 1), "contiguous", torch.bfloat16),
-        ((2, 24, 16, 16), "chunk of the batch", torch.float16),
+        ((2, 6, 5, 7), 3, "odd_rows", torch.bfloat16),
+        ((2, 64, 8, 8), 8, "contiguous", torch.float32),
+        ((2, 96, 3, 8, 8), 8, "contiguous", torch.bfloat16),
+        ((2, 40, 9, 9), 4, "misaligned", torch.float16),
+        ((1, 64, 48, 48), 2, "contiguous", torch.float16),
+        ((1, 8, 160, 160), 1, "contiguous", torch.bfloat16),
+        ((1, 1160, 8, 9), 2, "contiguous", torch.bfloat16),
+        ((1, 30, 61, 61), 3, "odd_rows", torch.float32),
+        ((1, 600, 7, 7), 3, "odd_rows", torch.float32),
+        ((2, 640, 1, 1), 32, "contiguous", torch.bfloat16),
+        ((2, 24, 16, 16), 6, "chunk of the batch", torch.float16),
     ],
     ids=str,
 )
+@every_norm
 @every_memory
 @pytest.mark.parametrize("activation", SILU)
-def test_smoke(kernel, device, shape, layout, dtype, is_last, activation):
-    x = laid_out(normal(*shape, dtype=dtype, device=device), is_last, layout)
-    options = {**everything(x), "activation": activation, "contract": False}
-    check_norm(kernel, x, is_last, **options)
+def test_smoke(kernel, device, name, shape, groups, layout, dtype, is_last, activation):
+    x = laid_out(spread(shape, groups, dtype, device), is_last, layout)
+    options = {**NORMS[name][1](x), "activation": activation, "contract": False}
+    check_either(kernel, name, x, groups, is_last, **options)

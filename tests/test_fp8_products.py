@@ -430,22 +430,6 @@ def test_out_of_rows_with_any_alignment(kernel, device, out_features, offset):
         check_out(kernel.linear_gelu_fp8, arguments, out, (values, scale))
 
 
-def test_attention_beside_activation(kernel, device):
-    """As in FLUX's single blocks: one product of two quantized parts, which are never concatenated."""
-    attended = normal(2, 40, 256, dtype=torch.bfloat16, device=device)
-    arguments = gelu_arguments((2, 40), 1024, 128, False, approximate="tanh", device=device)
-    values = torch.empty(2, 40, 1280, device=device).to(FP8)
-    scales = torch.empty(2, 40, 10, device=device)
-    kernel.quantize_fp8(attended, block_size=128, out=(values[..., :256], scales[..., :2]))
-    kernel.linear_gelu_fp8(**arguments, out=(values[..., 256:], scales[..., 2:]))
-    parts = [kernel.quantize_fp8(attended, block_size=128), kernel.linear_gelu_fp8(**arguments)]
-    expected = [torch.cat([part[i].float() for part in parts], -1) for i in range(2)]
-    assert torch.equal(values.float(), expected[0]) and torch.equal(scales, expected[1])
-    weight, weight_scale = kernel.quantize_fp8(normal(64, 1280, dtype=torch.float32, device=device))
-    out = kernel.linear_fp8(values, scales, weight, weight_scale)
-    assert out.shape == (2, 40, 64) and out.isfinite().all()
-
-
 @every_writing_call
 def test_compiled_out(kernel, device, name):
     options = {"dtype": torch.bfloat16, "device": device}

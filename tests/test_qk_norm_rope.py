@@ -211,20 +211,6 @@ def test_strided_views(
     check_call(kernel, q, k, **parameters, rope=rotation(kernel, form, shape, device), **options)
 
 
-@pairwise(
-    shape=[(1, 1, 1, 2), (1, 64, 32, 64), (2, 32, 24, 128), (1, 9, 130, 64), (3, 5, 40, 256)],
-    norm=NORMALIZING,
-    form=["B_S_Hd", "coordinates"],
-    inplace=[False, True],
-    dtype=DTYPES,
-)
-def test_model_sizes(kernel, device, shape, norm, form, inplace, dtype):
-    q, k = query_and_key(shape, dtype, device)
-    rope = rotation(kernel, form, shape, device)
-    parameters = weights(norm, shape, dtype, device)
-    check_call(kernel, q, k, **parameters, rope=rope, heads=shape[2], norm=norm, inplace=inplace)
-
-
 @pairwise(eps=[0.0, 1e-3, 1.0], norm=NORMALIZING, dtype=DTYPES)
 def test_eps(kernel, device, eps, norm, dtype):
     q, k = (normal(2, 64, 256, dtype=dtype, device=device, std=0.02) for _ in range(2))

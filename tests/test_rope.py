@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
-from checks import CONTRACT_ELEMENTS, assert_rounded_once, check, check_nonfinite
+from checks import CONTRACT_ELEMENTS, check, check_nonfinite
 from inputs import (
     DTYPES,
     GRID_AXES,
@@ -15,7 +14,6 @@ from inputs import (
     PAIR_LAYOUTS,
     PAIR_TABLE_SHAPES,
     TABLE_SHAPES,
-    every_dtype,
     grid_tables,
     heads_of,
     normal,
@@ -116,15 +114,6 @@ def test_views_of_complex_tables(kernel, device, memory, head_dim, layout):
     table = torch.complex(*rotary_tables(*size, dtype=torch.float32, device=device))
     table = table.conj() if memory == "conj" else LAYOUTS[memory](table)
     check(kernel, "rope", x, table, layout=layout)
-
-
-@every_dtype
-def test_expanded_tables(kernel, device, dtype):
-    x = heads_of((2, 65, 4, 64), dtype, device)
-    cos, sin = (normal(65, 64, dtype=torch.float32, device=device) for _ in range(2))
-    cos, sin = (table[None, :, None].expand(2, 65, 4, 64) for table in (cos, sin))
-    check(kernel, "rope", x, cos, sin)
-    check(kernel, "rope", x, cos[:, :1].expand(2, 65, 4, 64), sin, layout="half")
 
 
 @pairwise(
@@ -248,35 +237,6 @@ def test_strided_tables_of_an_axis(kernel, device, table_layout, axis, layout, d
         strided = normal(*size, dtype=torch.float32, device=device, layout=table_layout)[0]
     check(kernel, "rope_3d", x, **{**tables, axis: (strided, plain)}, layout=layout)
     check(kernel, "rope_3d", x, **{**tables, axis: (plain, strided)}, layout=layout)
-
-
-def axis_tables(table, grid, dims):
-    """The tables (size, pairs) of the axes, from one (S, d) with every value twice."""
-    frames, rows, columns = grid
-    table = table[:, ::2].contiguous().view(frames, rows, columns, -1)
-    frame, height, width = table.split([dim // 2 for dim in dims], dim=-1)
-    return frame[:, 0, 0], height[0, :, 0], width[0, 0]
-
-
-def check_against_full_tables(kernel, cos, sin, grid, dims, device):
-    cos, sin = cos.to(device), sin.to(device)
-    axes = zip(axis_tables(cos, grid, dims), axis_tables(sin, grid, dims), strict=True)
-    x = heads_of((2, cos.shape[0], 3, cos.shape[1]), torch.float32, device)
-    turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2).double()
-    expected = x.double() * cos[:, None].double() + turned * sin[:, None].double()
-    assert_rounded_once(kernel.rope_3d(x, *axes), expected)
-    assert_rounded_once(kernel.rope(x, cos, sin), expected)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_rotates_as_wan_does(kernel, device, head_dim):
-    grid = (3, 4, 5)
-    rope = WanRotaryPosEmbed(head_dim, (1, 2, 2), 1024)
-    latents = torch.empty(1, 1, grid[0], 2 * grid[1], 2 * grid[2])
-    cos, sin = (table.float().view(-1, head_dim) for table in rope(latents))
-    side = 2 * (head_dim // 6)
-    dims = (head_dim - 2 * side, side, side)
-    check_against_full_tables(kernel, cos, sin, grid, dims, device)
 
 
 @pairwise(value=NONFINITE, layout=PAIR_LAYOUTS, dtype=DTYPES)
