@@ -79,7 +79,7 @@ def text(length=6, channels=_TEXT):
     return normal(2, length, channels)
 
 
-def ids(count=9, length=5):
+def ids(count=36, length=5):
     """Positions of an image's tokens, three in a row, and of the text's."""
     image_ids = torch.zeros(count, 3)
     image_ids[:, 1], image_ids[:, 2] = torch.arange(count) // 3, torch.arange(count) % 3
@@ -92,7 +92,7 @@ def denoising(x, **more):
 
 def joint(channels=8, **more):
     """Tokens of an image and their positions."""
-    given = {"hidden_states": normal(2, 9, channels), "encoder_hidden_states": text(5)}
+    given = {"hidden_states": normal(2, 36, channels), "encoder_hidden_states": text(5)}
     return {**given, "timestep": HALF, **ids(), **more}
 
 
@@ -433,7 +433,7 @@ add(
         "llama_layers": [0, 1, 0, 1],
     },
     lambda: {
-        "hidden_states": image(),
+        "hidden_states": image(size=8),
         "timesteps": STEP,
         "encoder_hidden_states_t5": text(),
         "encoder_hidden_states_llama3": [text(5, 12) for _ in range(2)],
@@ -850,7 +850,7 @@ def _unet_inputs(sample, **more):
     return {"sample": sample, "timestep": STEP, "encoder_hidden_states": text(), **more}
 
 
-add("UNet3DConditionModel", _UNET3D, lambda: _unet_inputs(video(size=4)))
+add("UNet3DConditionModel", _UNET3D, lambda: _unet_inputs(video(size=8)))
 add(
     "I2VGenXLUNet",
     {**_UNET3D, "sample_size": 4},
@@ -889,7 +889,7 @@ add(
         "cross_attention_dim": 64,
         "encoder_hid_dim": _TEXT,
     },
-    lambda: _unet_inputs(image(size=4), encoder_attention_mask=mask().float()),
+    lambda: _unet_inputs(image(size=8), encoder_attention_mask=mask().float()),
 )
 _MOTION = {
     **_IN_OUT,
@@ -1029,7 +1029,7 @@ class OtherModel:
 def of_family(name):
     family = FAMILIES[name]
     make = functools.partial(family.model, "cpu", **KERNEL_HEADS)
-    return OtherModel(make, functools.partial(family.inputs, "cpu"), family.inexact)
+    return OtherModel(make, functools.partial(family.inputs, "cpu", tokens=4), family.inexact)
 
 
 def _wans(name):
