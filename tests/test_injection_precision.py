@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
 from changes import offload
+from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, every_family
 from fp8_models import is_quantized
 from graphs import graphs  # noqa: F401
@@ -70,6 +71,14 @@ def assert_close(out, expected, slack):
     assert torch.isfinite(out).all()
     distance = (out.double() - expected.double()).norm() / expected.double().norm()
     assert distance <= slack, distance
+
+
+def assert_explained(out, eager, plain):
+    """A model whose layers are quantized on the kernels is at most 1.2 times as far from the original as one
+    that quantizes the same layers by PyTorch. For 24 samples the quotient's standard deviation between seeds
+    is 1.6 to 4.7%."""
+    error, eager_error = (relative_distance(each, plain) for each in (out, eager))
+    assert 0 < error <= 1.2 * eager_error, (error, eager_error)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,34 +202,34 @@ def test_quantized(kernel, device, family, precision):
 @both
 @every_family
 def test_values(kernel, device, family, precision):
-    """The same bits as with layers quantized by hand, and close to the original model."""
+    """The same bits as with layers quantized by hand, and as close to the original model as PyTorch's."""
     model = model_of(family, device)
     by_hand, plain = copy.deepcopy(model), copy.deepcopy(model)
-    arguments = family.inputs(device, BFLOAT16)
-    report = kernel.inject_kernels(model, precision=precision)
-    quantize_by_hand(by_hand, report.quantized)
+    arguments = family.inputs(device, BFLOAT16, batch=24)
+    names = kernel.inject_kernels(model, precision=precision).quantized
+    quantize_by_hand(by_hand, names)
+    eager = fp8_models.eager(by_hand)
     kernel.inject_kernels(by_hand)
-    out = run(model, arguments)
-    assert torch.equal(out, run(by_hand, arguments))
-    expected = run(plain, arguments)
-    assert not torch.equal(out, expected)
-    assert_close(out, expected, 0.2)
-    calls = fp8_models.of_fp8(model, arguments)
-    assert calls == fp8_models.of_fp8(by_hand, arguments)
+    out, calls = fp8_models.run_and_count(model, arguments)
+    expected, calls_by_hand = fp8_models.run_and_count(by_hand, arguments)
+    assert torch.equal(out, expected) and calls == calls_by_hand
     assert calls["products"] > 0 and "_scaled_mm" not in calls
+    assert_explained(out, run(eager, arguments), run(plain, arguments))
 
 
 @both
 def test_unet(kernel, device, precision):
     small = BY_NAME["unet"]
     model = small.model(device, BFLOAT16).requires_grad_(False)
+    plain, by_hand = copy.deepcopy(model), copy.deepcopy(model)
     report = kernel.inject_kernels(model, precision=precision)
     assert report.quantized
     assert all(".transformer_blocks." in name for name in report.quantized)
     assert any(".attn1." in name for name in report.quantized)
-    plain = small.model(device, BFLOAT16)
-    arguments = small.arguments(device, BFLOAT16)
-    assert_close(run(model, arguments), run(plain, arguments), 0.1)
+    quantize_by_hand(by_hand, report.quantized)
+    models = (model, fp8_models.eager(by_hand), plain)
+    inputs = [small.arguments(device, BFLOAT16, seed) for seed in range(8)]
+    assert_explained(*(torch.cat([run(each, one) for one in inputs]) for each in models))
 
 
 def test_fused_projections(kernel, device):
@@ -860,11 +869,10 @@ def test_emulated_graphs(graphs):  # noqa: F811
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
-def test_compiled(kernel, device, family):
-    model = model_of(family, device)
-    arguments = family.inputs(device, BFLOAT16)
-    kernel.inject_kernels(model, precision="fp8")
+def test_compiled(kernel, device):
+    model = model_of(LTX, device, **LTX.one_block)
+    arguments = LTX.inputs(device, BFLOAT16)
+    kernel.inject_kernels(model, precision="fp8-fast")
     expected = run(model, arguments)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
