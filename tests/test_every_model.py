@@ -93,14 +93,13 @@ def assert_as_close(name, model, plain, device):
     )
 
 
-def float64_result(small, plain, device):
-    """Of the plain model in float64. Some models compute parts in float32 in each dtype, and Kandinsky 5 and
-    Motif Video give these to linear layers."""
-    exact = copy.deepcopy(plain).double()
-    for layer in exact.modules():
+def in_float64(model):
+    """The same model. Some compute parts in float32 in each dtype, and Kandinsky 5 and Motif Video give these
+    to linear layers."""
+    for layer in model.modules():
         if type(layer) is torch.nn.Linear:
             layer.register_forward_pre_hook(lambda layer, args: tuple(x.double() for x in args))
-    return call(exact, small.arguments(device, torch.float64))[0]
+    return model.double()
 
 
 def assert_float32_is_close(result, plain_result, exact):
@@ -117,21 +116,20 @@ def test_injected_and_ejected(kernel, device, name):
     for dtype in (BFLOAT16, torch.float32):
         plain = small.model(device, dtype)
         model, arguments = copy.deepcopy(plain), small.arguments(device, dtype)
-        expected, state = call(model, arguments), copy.deepcopy(model.state_dict())
         report = kernel.inject_kernels(model)
-        assert signatures(model) == signatures(plain)
-        result = call(model, arguments)
+        given = signatures(model)
+        expected, result = call(plain, arguments), call(model, arguments)
         assert_same_form(result, expected)
         outcomes[dtype] = set(report.levels.values()), any(on_kernels(report).values())
         if dtype == BFLOAT16:
             assert_as_close(name, model, plain, device)
-        else:
-            exact = float64_result(small, plain, device)
-            assert_float32_is_close(result[0], expected[0], exact)
         kernel.eject_kernels(model)
+        assert given == signatures(plain) == signatures(model)
         assert_same(call(model, arguments), expected)
-        assert_same(pytree.tree_flatten(model.state_dict()), pytree.tree_flatten(state))
-        assert signatures(model) == signatures(plain)
+        assert_same(*(pytree.tree_flatten(one.state_dict()) for one in (model, plain)))
+        if dtype == torch.float32:
+            exact = call(in_float64(plain), small.arguments(device, torch.float64))[0]
+            assert_float32_is_close(result[0], expected[0], exact)
     level = LEVEL[name]
     assert outcomes[BFLOAT16] == ({level}, level != "not at all")
     level = "not at all" if name in ONLY_ATTENTION else level
@@ -161,7 +159,8 @@ def test_a_larger_error_is_found(kernel, device, name):
     with pytest.raises(AssertionError, match="of the eager model's error"):
         assert_as_close(name, model, plain, device)
     plain = small.model(device)
-    result, exact = call(plain, small.arguments(device))[0], float64_result(small, plain, device)
+    result = call(plain, small.arguments(device))[0]
+    exact = call(in_float64(plain), small.arguments(device, torch.float64))[0]
     assert_float32_is_close(result, result, exact)
     errors = [relative_distance(one, true) for one, true in zip(result, exact, strict=True)]
     with pytest.raises(AssertionError):
