@@ -303,17 +303,6 @@ def test_layer(kernel, device, bias, granularity, dtype):
 # The report, ejection, copies
 
 
-def test_report(kernel, device):
-    model, arguments, count = prepared(LTX, device)
-    report = kernel.inject_kernels(model)
-    entries = [entry for entry in report.replaced if entry.module == "Linear"]
-    assert len(entries) == count
-    assert {entry.replacement for entry in entries} == {"quantize_fp8, linear_fp8"}
-    assert "quantize_fp8, linear_fp8" in str(report)
-    run(model, arguments)
-    assert not any(entry.fell_back for entry in report.calls)
-
-
 @some_families
 def test_ejection(kernel, device, family):
     model, arguments, _ = prepared(family, device)
