@@ -473,11 +473,7 @@ CAPTURED_ATTRIBUTE_CHANGES = {
     "checkpointing": _switch_checkpointing,
     "config": _set_config,
 }
-ATTRIBUTE_CHANGES = {
-    **CAPTURED_ATTRIBUTE_CHANGES,
-    "function": _set_function,
-    "class": change_class,
-}
+ATTRIBUTE_CHANGES = {**CAPTURED_ATTRIBUTE_CHANGES, "function": _set_function, "class": change_class}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -108,122 +108,77 @@ def add(cls, config, inputs, **more):
     NEW[cls] = SmallModel(cls, cls, config, inputs, attends=None, **more)
 
 
+# fmt: off
 _POSITIONS = ("img_ids", "txt_ids")
 _FLUX = {
-    **_HEADS,
-    "in_channels": 8,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "joint_attention_dim": _TEXT,
-    "axes_dims_rope": (16, 24, 24),
+    **_HEADS, "in_channels": 8, "num_layers": 2, "num_single_layers": 2,
+    "joint_attention_dim": _TEXT, "axes_dims_rope": (16, 24, 24),
 }
 
 add(
     "AceStepTransformer1DModel",
     {
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "in_channels": 12,
-        "audio_acoustic_hidden_dim": 4,
-        "encoder_hidden_size": _TEXT,
-        "sliding_window": 3,
+        "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "in_channels": 12,
+        "audio_acoustic_hidden_dim": 4, "encoder_hidden_size": _TEXT, "sliding_window": 3,
     },
     lambda: {
-        "hidden_states": normal(2, 12, 4),
-        "timestep": HALF,
-        "timestep_r": HALF / 2,
-        "encoder_hidden_states": text(),
-        "context_latents": normal(2, 12, 8),
+        "hidden_states": normal(2, 12, 4), "timestep": HALF, "timestep_r": HALF / 2,
+        "encoder_hidden_states": text(), "context_latents": normal(2, 12, 8),
     },
 )
 add(
     "DiTTransformer2DModel",
     {**_HEADS, "num_layers": 2, "sample_size": 4, "num_embeds_ada_norm": 10},
     lambda: {
-        "hidden_states": image(),
-        "timestep": torch.tensor([500, 20]),
+        "hidden_states": image(), "timestep": torch.tensor([500, 20]),
         "class_labels": torch.tensor([3, 7]),
     },
 )
 _HUNYUAN_DIT = {
-    **_HEADS,
-    "in_channels": 4,
-    "patch_size": 2,
-    "sample_size": 8,
-    "hidden_size": 128,
-    "cross_attention_dim": _TEXT,
-    "cross_attention_dim_t5": 16,
-    "pooled_projection_dim": 16,
-    "text_len": 6,
-    "text_len_t5": 5,
-    "use_style_cond_and_image_meta_size": True,
+    **_HEADS, "in_channels": 4, "patch_size": 2, "sample_size": 8, "hidden_size": 128,
+    "cross_attention_dim": _TEXT, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16,
+    "text_len": 6, "text_len_t5": 5, "use_style_cond_and_image_meta_size": True,
 }
 
 
 def _hunyuan_dit_inputs(**more):
     return {
-        "hidden_states": image(size=8),
-        "timestep": STEP,
-        "encoder_hidden_states": text(),
-        "text_embedding_mask": mask(6),
-        "encoder_hidden_states_t5": text(5, 16),
+        "hidden_states": image(size=8), "timestep": STEP, "encoder_hidden_states": text(),
+        "text_embedding_mask": mask(6), "encoder_hidden_states_t5": text(5, 16),
         "text_embedding_mask_t5": mask(5),
-        "image_meta_size": torch.tensor([[8.0, 8, 8, 8, 0, 0]] * 2),
-        "style": torch.tensor([0, 0]),
-        "image_rotary_emb": rotation(16),
-        **more,
+        "image_meta_size": torch.tensor([[8.0, 8, 8, 8, 0, 0]] * 2), "style": torch.tensor([0, 0]),
+        "image_rotary_emb": rotation(16), **more,
     }
 
 
 add(
-    "HunyuanDiT2DModel",
-    {**_HUNYUAN_DIT, "num_layers": 4},
-    _hunyuan_dit_inputs,
+    "HunyuanDiT2DModel", {**_HUNYUAN_DIT, "num_layers": 4}, _hunyuan_dit_inputs,
     exact=("image_rotary_emb",),
 )
 add(
-    "HunyuanDiT2DControlNetModel",
-    {**_HUNYUAN_DIT, "transformer_num_layers": 4},
+    "HunyuanDiT2DControlNetModel", {**_HUNYUAN_DIT, "transformer_num_layers": 4},
     lambda: _hunyuan_dit_inputs(controlnet_cond=image(size=8)),
     exact=("image_rotary_emb",),
 )
 add(
     "LatteTransformer3DModel",
     {
-        **_HEADS,
-        **_IN_OUT,
-        "num_layers": 2,
-        "cross_attention_dim": 128,
-        "sample_size": 4,
-        "patch_size": 2,
-        "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": 10,
-        "norm_type": "ada_norm_single",
-        "norm_elementwise_affine": False,
-        "caption_channels": _TEXT,
-        "video_length": 2,
-        "attention_bias": True,
+        **_HEADS, **_IN_OUT, "num_layers": 2, "cross_attention_dim": 128, "sample_size": 4,
+        "patch_size": 2, "activation_fn": "gelu-approximate", "num_embeds_ada_norm": 10,
+        "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "caption_channels": _TEXT,
+        "video_length": 2, "attention_bias": True,
     },
     lambda: denoising(video()),
 )
 add(
     "LuminaNextDiT2DModel",
     {
-        **_WIDTH,
-        "sample_size": 4,
-        "num_layers": 2,
-        "num_kv_heads": 1,
-        "multiple_of": 16,
+        **_WIDTH, "sample_size": 4, "num_layers": 2, "num_kv_heads": 1, "multiple_of": 16,
         "cross_attention_dim": _TEXT,
     },
     lambda: {
-        "hidden_states": image(),
-        "timestep": HALF,
-        "encoder_hidden_states": text(),
+        "hidden_states": image(), "timestep": HALF, "encoder_hidden_states": text(),
         "encoder_mask": mask(),
         "image_rotary_emb": torch.polar(torch.ones(2, 2, 32), torch.rand(2, 2, 32)),
         "cross_attention_kwargs": {},
@@ -233,45 +188,32 @@ add(
 add(
     "MiniMaxMusic3RVQDepthDecoder",
     {
-        **_WIDTH,
-        "num_layers": 2,
-        "intermediate_size": 96,
-        "audio_vocab_size": 16,
+        **_WIDTH, "num_layers": 2, "intermediate_size": 96, "audio_vocab_size": 16,
         "num_codebooks": 3,
     },
     lambda: {"inputs_embeds": normal(2, 5, 128)},
 )
 add(
-    "PriorTransformer",
-    {**_HEADS, "num_layers": 2, "embedding_dim": _TEXT, "num_embeddings": 6},
+    "PriorTransformer", {**_HEADS, "num_layers": 2, "embedding_dim": _TEXT, "num_embeddings": 6},
     lambda: {
-        "hidden_states": normal(2, _TEXT),
-        "timestep": STEP,
-        "proj_embedding": normal(2, _TEXT),
-        "encoder_hidden_states": text(),
-        "attention_mask": mask().bool(),
+        "hidden_states": normal(2, _TEXT), "timestep": STEP, "proj_embedding": normal(2, _TEXT),
+        "encoder_hidden_states": text(), "attention_mask": mask().bool(),
     },
 )
 add(
     "T5FilmDecoder",
     {
-        "input_dims": 8,
-        "targets_length": 6,
-        "d_model": 128,
-        "num_layers": 2,
-        "num_heads": 2,
+        "input_dims": 8, "targets_length": 6, "d_model": 128, "num_layers": 2, "num_heads": 2,
         "d_ff": 96,
     },
     lambda: {
         "encodings_and_masks": [(normal(2, 5, 128), mask(5).float())],
-        "decoder_input_tokens": normal(2, 6, 8),
-        "decoder_noise_time": HALF,
+        "decoder_input_tokens": normal(2, 6, 8), "decoder_noise_time": HALF,
     },
 )
 add("BriaTransformer2DModel", _FLUX, joint, exact=_POSITIONS)
 add(
-    "BriaFiboTransformer2DModel",
-    {**_FLUX, "text_encoder_dim": 12},
+    "BriaFiboTransformer2DModel", {**_FLUX, "text_encoder_dim": 12},
     lambda: joint(
         encoder_hidden_states=text(5), text_encoder_layers=[text(5, 12) for _ in range(4)]
     ),
@@ -280,162 +222,98 @@ add(
 add(
     "BriaFibo2Transformer2DModel",
     {
-        "in_channels": 4,
-        "dim": 128,
-        "n_layers": 2,
-        "n_refiner_layers": 1,
-        "n_heads": 2,
-        "cap_feat_dim": _TEXT,
-        "injection_layer_ids": (1,),
-        "perceiver_num_layers": 1,
-        "min_num_gist_tokens": 2,
-        "max_num_gist_tokens": 4,
-        "gist_step": 1,
-        "gist_min_text_len": 2,
-        "gist_max_text_len": 6,
-        "axes_dims": (16, 24, 24),
-        "axes_lens": (64, 16, 16),
+        "in_channels": 4, "dim": 128, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
+        "cap_feat_dim": _TEXT, "injection_layer_ids": (1,), "perceiver_num_layers": 1,
+        "min_num_gist_tokens": 2, "max_num_gist_tokens": 4, "gist_step": 1, "gist_min_text_len": 2,
+        "gist_max_text_len": 6, "axes_dims": (16, 24, 24), "axes_lens": (64, 16, 16),
     },
     lambda: {
-        "hidden_states": image(),
-        "timestep": HALF,
-        "encoder_hidden_states": normal(2, 2, 6, _TEXT),
+        "hidden_states": image(), "timestep": HALF, "encoder_hidden_states": normal(2, 2, 6, _TEXT),
         "encoder_attention_mask": mask().bool(),
     },
 )
 add(
     "ErnieImageTransformer2DModel",
     {
-        **_WIDTH,
-        **_IN_OUT,
-        "num_layers": 2,
-        "ffn_hidden_size": 96,
-        "text_in_dim": _TEXT,
+        **_WIDTH, **_IN_OUT, "num_layers": 2, "ffn_hidden_size": 96, "text_in_dim": _TEXT,
         "rope_axes_dim": (16, 24, 24),
     },
     lambda: {
-        "hidden_states": image(),
-        "timestep": STEP,
-        "text_bth": text(),
+        "hidden_states": image(), "timestep": STEP, "text_bth": text(),
         "text_lens": torch.tensor([6, 3]),
     },
 )
 add(
     "GlmImageTransformer2DModel",
     {
-        **_HEADS,
-        **_IN_OUT,
-        "num_layers": 2,
-        "text_embed_dim": _TEXT,
-        "time_embed_dim": 16,
-        "condition_dim": 4,
-        "prior_vq_quantizer_codebook_size": 16,
+        **_HEADS, **_IN_OUT, "num_layers": 2, "text_embed_dim": _TEXT, "time_embed_dim": 16,
+        "condition_dim": 4, "prior_vq_quantizer_codebook_size": 16,
     },
     lambda: denoising(
-        image(),
-        prior_token_id=torch.arange(8).view(2, 4),
+        image(), prior_token_id=torch.arange(8).view(2, 4),
         prior_token_drop=torch.tensor([[False] * 4, [True] * 4]),
         target_size=torch.tensor([[20.0, 20], [20, 30]]),
         crop_coords=torch.tensor([[0.0, 0], [1, 1]]),
     ),
 )
 _WAN = {
-    **_HEADS,
-    **_IN_OUT,
-    "num_layers": 2,
-    "ffn_dim": 96,
-    "text_dim": _TEXT,
-    "freq_dim": 16,
+    **_HEADS, **_IN_OUT, "num_layers": 2, "ffn_dim": 96, "text_dim": _TEXT, "freq_dim": 16,
     "rope_max_seq_len": 32,
 }
 add(
-    "AnyFlowTransformer3DModel",
-    _WAN,
+    "AnyFlowTransformer3DModel", _WAN,
     lambda: denoising(
-        normal(2, 2, 4, 4, 4),
-        timestep=STEP[:, None].expand(2, 2),
+        normal(2, 2, 4, 4, 4), timestep=STEP[:, None].expand(2, 2),
         r_timestep=STEP[:, None].expand(2, 2) / 2,
     ),
 )
 add(
-    "AnyFlowFARTransformer3DModel",
-    {**_WAN, "chunk_partition": (1, 2), "full_chunk_limit": 2},
+    "AnyFlowFARTransformer3DModel", {**_WAN, "chunk_partition": (1, 2), "full_chunk_limit": 2},
     lambda: denoising(
-        normal(2, 3, 4, 4, 4),
-        timestep=STEP[:, None].expand(2, 3),
-        r_timestep=STEP[:, None].expand(2, 3) / 2,
-        chunk_partition=(1, 2),
+        normal(2, 3, 4, 4, 4), timestep=STEP[:, None].expand(2, 3),
+        r_timestep=STEP[:, None].expand(2, 3) / 2, chunk_partition=(1, 2),
     ),
 )
 _vision = {"vision_token_shapes": [(1, 2, 2)], "vision_noisy_frame_indexes": [torch.tensor([0])]}
 add(
     "Cosmos3OmniTransformer",
     {
-        "head_dim": 64,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "latent_channel": 4,
-        "patch_latent_dim": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 32,
-        "rope_axes_dim": (12, 10, 10),
+        "head_dim": 64, "hidden_size": 128, "intermediate_size": 96, "latent_channel": 4,
+        "patch_latent_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "num_key_value_heads": 1, "vocab_size": 32, "rope_axes_dim": (12, 10, 10),
     },
     lambda: {
-        "input_ids": torch.arange(5),
-        "text_indexes": torch.arange(5),
-        "position_ids": torch.arange(9).expand(3, 9),
-        "und_len": 5,
-        "sequence_length": 9,
-        "vision_tokens": [normal(1, 4, 1, 4, 4)],
-        "vision_sequence_indexes": torch.arange(5, 9),
-        "vision_mse_loss_indexes": torch.arange(5, 9),
-        "vision_timesteps": torch.full((4,), 500.0),
+        "input_ids": torch.arange(5), "text_indexes": torch.arange(5),
+        "position_ids": torch.arange(9).expand(3, 9), "und_len": 5, "sequence_length": 9,
+        "vision_tokens": [normal(1, 4, 1, 4, 4)], "vision_sequence_indexes": torch.arange(5, 9),
+        "vision_mse_loss_indexes": torch.arange(5, 9), "vision_timesteps": torch.full((4,), 500.0),
         **_vision,
     },
 )
 add(
     "HeliosTransformer3DModel",
     {
-        **_HEADS,
-        **_IN_OUT,
-        "text_dim": _TEXT,
-        "freq_dim": 16,
-        "ffn_dim": 96,
-        "num_layers": 2,
+        **_HEADS, **_IN_OUT, "text_dim": _TEXT, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2,
         "rope_dim": (24, 20, 20),
     },
     lambda: denoising(
-        video(size=8),
-        indices_hidden_states=torch.arange(7, 9).expand(2, 2),
+        video(size=8), indices_hidden_states=torch.arange(7, 9).expand(2, 2),
         indices_latents_history_short=torch.arange(6, 7).expand(2, 1),
         indices_latents_history_mid=torch.arange(4, 6).expand(2, 2),
         indices_latents_history_long=torch.arange(4).expand(2, 4),
-        latents_history_short=video(frames=1, size=8),
-        latents_history_mid=video(size=8),
+        latents_history_short=video(frames=1, size=8), latents_history_mid=video(size=8),
         latents_history_long=video(frames=4, size=8),
     ),
 )
 add(
     "HiDreamImageTransformer2DModel",
     {
-        **_HEADS,
-        **_IN_OUT,
-        "patch_size": 2,
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "caption_channels": [_TEXT, 12],
-        "text_emb_dim": 16,
-        "num_activated_experts": 2,
-        "axes_dims_rope": (32, 16, 16),
-        "max_resolution": (8, 8),
-        "llama_layers": [0, 1, 0, 1],
+        **_HEADS, **_IN_OUT, "patch_size": 2, "num_layers": 2, "num_single_layers": 2,
+        "caption_channels": [_TEXT, 12], "text_emb_dim": 16, "num_activated_experts": 2,
+        "axes_dims_rope": (32, 16, 16), "max_resolution": (8, 8), "llama_layers": [0, 1, 0, 1],
     },
     lambda: {
-        "hidden_states": image(size=8),
-        "timesteps": STEP,
-        "encoder_hidden_states_t5": text(),
+        "hidden_states": image(size=8), "timesteps": STEP, "encoder_hidden_states_t5": text(),
         "encoder_hidden_states_llama3": [text(5, 12) for _ in range(2)],
         "pooled_embeds": normal(2, 16),
     },
@@ -443,64 +321,42 @@ add(
 add(
     "Ideogram4Transformer2DModel",
     {
-        **_HEADS,
-        "in_channels": 8,
-        "num_layers": 2,
-        "intermediate_size": 96,
-        "adaln_dim": 16,
-        "llm_features_dim": _TEXT,
-        "mrope_section": (12, 10, 10),
+        **_HEADS, "in_channels": 8, "num_layers": 2, "intermediate_size": 96, "adaln_dim": 16,
+        "llm_features_dim": _TEXT, "mrope_section": (12, 10, 10),
     },
     lambda: {
-        "hidden_states": normal(2, 10, 8),
-        "timestep": HALF,
-        "encoder_hidden_states": text(10),
+        "hidden_states": normal(2, 10, 8), "timestep": HALF, "encoder_hidden_states": text(10),
         "position_ids": torch.arange(10)[:, None].expand(2, 10, 3),
         "segment_ids": torch.ones(2, 10, dtype=torch.long),
         "indicator": torch.tensor([[3] * 4 + [2] * 6] * 2),
     },
 )
 _JOY = {
-    **_WIDTH,
-    "in_channels": 4,
-    "text_dim": _TEXT,
-    "num_layers": 2,
-    "rope_dim_list": [16, 24, 24],
+    **_WIDTH, "in_channels": 4, "text_dim": _TEXT, "num_layers": 2, "rope_dim_list": [16, 24, 24],
 }
 add("JoyImageEditTransformer3DModel", _JOY, lambda: denoising(normal(2, 2, 4, 1, 4, 4)))
 add(
-    "JoyImageEditPlusTransformer3DModel",
-    _JOY,
+    "JoyImageEditPlusTransformer3DModel", _JOY,
     lambda: denoising(
-        normal(2, 8, 4, 1, 2, 2),
-        encoder_hidden_states_mask=mask().float(),
+        normal(2, 8, 4, 1, 2, 2), encoder_hidden_states_mask=mask().float(),
         shape_list=[[(1, 2, 2), (1, 2, 2)], [(1, 2, 2), (1, 1, 2)]],
     ),
 )
 _KANDINSKY = {"in_text_dim": _TEXT, "in_text_dim2": 12, "time_dim": 16, "patch_size": (1, 2, 2)}
 _KANDINSKY |= {"model_dim": 128, "ff_dim": 96, "num_visual_blocks": 2, "axes_dims": (16, 24, 24)}
 add(
-    "Kandinsky5Transformer3DModel",
-    {**_KANDINSKY, "num_text_blocks": 1},
+    "Kandinsky5Transformer3DModel", {**_KANDINSKY, "num_text_blocks": 1},
     lambda: denoising(
-        normal(1, 2, 4, 4, 4),
-        encoder_hidden_states=normal(1, 6, _TEXT),
-        timestep=STEP[:1],
-        pooled_projections=normal(1, 12),
-        visual_rope_pos=[torch.arange(2) for _ in range(3)],
+        normal(1, 2, 4, 4, 4), encoder_hidden_states=normal(1, 6, _TEXT), timestep=STEP[:1],
+        pooled_projections=normal(1, 12), visual_rope_pos=[torch.arange(2) for _ in range(3)],
         text_rope_pos=torch.arange(6),
     ),
 )
 add(
     "Kandinsky6Transformer3DModel",
     {
-        **_KANDINSKY,
-        "in_visual_dim": 4,
-        "out_visual_dim": 4,
-        "num_text_blocks": 1,
-        "visual_cond": False,
-        "in_audio_dim": 6,
-        "out_audio_dim": 6,
+        **_KANDINSKY, "in_visual_dim": 4, "out_visual_dim": 4, "num_text_blocks": 1,
+        "visual_cond": False, "in_audio_dim": 6, "out_audio_dim": 6,
     },
     lambda: denoising(
         normal(2, 2, 4, 4, 4), pooled_projections=normal(2, 12), audio_hidden_states=normal(2, 3, 6)
@@ -509,51 +365,30 @@ add(
 add(
     "Kandinsky6SRTransformer3DModel",
     {
-        "in_visual_dim": 4,
-        "out_visual_dim": 4,
-        "time_dim": 16,
-        "model_dim": 128,
-        "ff_dim": 96,
-        "num_visual_blocks": 2,
-        "nabla_window": (3, 3, 3),
+        "in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 16, "model_dim": 128, "ff_dim": 96,
+        "num_visual_blocks": 2, "nabla_window": (3, 3, 3),
     },
     lambda: {"hidden_states": normal(1, 1, 8, 16, 9), "timestep": STEP[:1]},
 )
 add(
     "LongCatAudioDiTTransformer",
     {
-        "dit_dim": 128,
-        "dit_depth": 2,
-        "dit_heads": 2,
-        "dit_text_dim": _TEXT,
-        "latent_dim": 6,
+        "dit_dim": 128, "dit_depth": 2, "dit_heads": 2, "dit_text_dim": _TEXT, "latent_dim": 6,
         "ff_mult": 2.0,
     },
     lambda: {
-        "hidden_states": normal(2, 8, 6),
-        "encoder_hidden_states": text(),
-        "encoder_attention_mask": mask(),
-        "timestep": HALF,
-        "attention_mask": mask(8).bool(),
+        "hidden_states": normal(2, 8, 6), "encoder_hidden_states": text(),
+        "encoder_attention_mask": mask(), "timestep": HALF, "attention_mask": mask(8).bool(),
         "latent_cond": normal(2, 8, 6),
     },
 )
 _longcat = {**_FLUX, "pooled_projection_dim": _TEXT}
 add("LongCatImageTransformer2DModel", _longcat, joint, exact=_POSITIONS)
-add(
-    "OvisImageTransformer2DModel",
-    {**_FLUX, "out_channels": 8},
-    joint,
-    exact=_POSITIONS,
-)
+add("OvisImageTransformer2DModel", {**_FLUX, "out_channels": 8}, joint, exact=_POSITIONS)
 add(
     "MiniMaxMusic3Transformer1DModel",
     {
-        **_HEADS,
-        "in_channels": 6,
-        "condition_dim": _TEXT,
-        "num_layers": 2,
-        "ff_inner_dim": 96,
+        **_HEADS, "in_channels": 6, "condition_dim": _TEXT, "num_layers": 2, "ff_inner_dim": 96,
         "fourier_embedding_dim": 16,
     },
     lambda: {"hidden_states": normal(2, 6, 7), "timestep": HALF, "encoder_hidden_states": text(7)},
@@ -561,14 +396,8 @@ add(
 add(
     "MotifVideoTransformer3DModel",
     {
-        **_HEADS,
-        **_IN_OUT,
-        "num_layers": 2,
-        "num_single_layers": 2,
-        "num_decoder_layers": 1,
-        "mlp_ratio": 1.0,
-        "text_embed_dim": _TEXT,
-        "rope_axes_dim": (16, 24, 24),
+        **_HEADS, **_IN_OUT, "num_layers": 2, "num_single_layers": 2, "num_decoder_layers": 1,
+        "mlp_ratio": 1.0, "text_embed_dim": _TEXT, "rope_axes_dim": (16, 24, 24),
         "enable_text_cross_attention_dual": True,
     },
     lambda: denoising(video(), encoder_attention_mask=mask()),
@@ -576,21 +405,12 @@ add(
 add(
     "NucleusMoEImageTransformer2DModel",
     {
-        **_HEADS,
-        "in_channels": 8,
-        "out_channels": 2,
-        "num_layers": 5,
-        "joint_attention_dim": _TEXT,
-        "axes_dims_rope": (16, 24, 24),
-        "mlp_ratio": 1.0,
-        "num_experts": 2,
-        "moe_intermediate_dim": 32,
-        "capacity_factors": 1.0,
+        **_HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 5,
+        "joint_attention_dim": _TEXT, "axes_dims_rope": (16, 24, 24), "mlp_ratio": 1.0,
+        "num_experts": 2, "moe_intermediate_dim": 32, "capacity_factors": 1.0,
     },
     lambda: denoising(
-        normal(2, 9, 8),
-        timestep=HALF,
-        img_shapes=[(1, 3, 3)] * 2,
+        normal(2, 9, 8), timestep=HALF, img_shapes=[(1, 3, 3)] * 2,
         encoder_hidden_states_mask=mask().bool(),
     ),
     empty=("gate_up_proj", "down_proj"),
@@ -598,24 +418,14 @@ add(
 add(
     "OmniGenTransformer2DModel",
     {
-        **_WIDTH,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "num_layers": 2,
-        "pad_token_id": 0,
-        "vocab_size": 32,
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 64,
-        "pos_embed_max_size": 8,
-        "time_step_dim": 16,
+        **_WIDTH, "num_key_value_heads": 2, "intermediate_size": 96, "num_layers": 2,
+        "pad_token_id": 0, "vocab_size": 32, "max_position_embeddings": 64,
+        "original_max_position_embeddings": 64, "pos_embed_max_size": 8, "time_step_dim": 16,
         "rope_scaling": {"long_factor": [1.0] * 32, "short_factor": [1.0] * 32},
     },
     lambda: {
-        "hidden_states": image(),
-        "timestep": HALF,
-        "input_ids": torch.arange(12).view(2, 6),
-        "input_img_latents": [],
-        "input_image_sizes": {},
+        "hidden_states": image(), "timestep": HALF, "input_ids": torch.arange(12).view(2, 6),
+        "input_img_latents": [], "input_image_sizes": {},
         "attention_mask": torch.ones(2, 11, 11).tril(),
         "position_ids": torch.arange(11).expand(2, 11),
     },
@@ -623,29 +433,16 @@ add(
 add(
     "RFD4ProteinaTransformer",
     {
-        "nlayers": 2,
-        "token_dim": 128,
-        "nheads": 2,
-        "dim_cond": 32,
-        "pair_repr_dim": 16,
-        "latent_dim": 4,
-        "token_type_emb_dim": 8,
-        "cath_emb_dim": 8,
-        "t_emb_dim": 16,
-        "seq_sep_dim": 8,
-        "xt_pair_dist_dim": 6,
-        "tri_mult_c": 16,
-        "num_sequence_classes": 5,
+        "nlayers": 2, "token_dim": 128, "nheads": 2, "dim_cond": 32, "pair_repr_dim": 16,
+        "latent_dim": 4, "token_type_emb_dim": 8, "cath_emb_dim": 8, "t_emb_dim": 16,
+        "seq_sep_dim": 8, "xt_pair_dist_dim": 6, "tri_mult_c": 16, "num_sequence_classes": 5,
         "feats_seq": ("xt_bb_ca", "xt_local_latents", "token_type"),
         "feats_cond_seq": ("time_emb_bb_ca", "time_emb_local_latents", "recycle_remaining"),
         "feats_pair_repr": ("xt_bb_ca_pair_dists",),
     },
     lambda: {
-        "bb_ca": normal(2, 6, 3),
-        "local_latents": normal(2, 6, 4),
-        "bb_ca_time": HALF,
-        "local_latents_time": HALF,
-        "padding_mask": mask().bool(),
+        "bb_ca": normal(2, 6, 3), "local_latents": normal(2, 6, 4), "bb_ca_time": HALF,
+        "local_latents_time": HALF, "padding_mask": mask().bool(),
         "token_type": torch.ones(2, 6, dtype=torch.long),
         "conditioning": {
             "is_in_context_conditioning": torch.zeros(2, 6, dtype=torch.bool),
@@ -654,24 +451,13 @@ add(
     },
 )
 _SANA = {
-    **_IN_OUT,
-    "num_attention_heads": 4,
-    "attention_head_dim": 32,
-    "num_layers": 2,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 64,
-    "cross_attention_dim": 128,
-    "caption_channels": _TEXT,
-    "sample_size": 4,
+    **_IN_OUT, "num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 2,
+    "num_cross_attention_heads": 2, "cross_attention_head_dim": 64, "cross_attention_dim": 128,
+    "caption_channels": _TEXT, "sample_size": 4,
 }
+add("SanaVideoTransformer3DModel", _SANA, lambda: denoising(video(), encoder_attention_mask=mask()))
 add(
-    "SanaVideoTransformer3DModel",
-    _SANA,
-    lambda: denoising(video(), encoder_attention_mask=mask()),
-)
-add(
-    "SanaControlNetModel",
-    _SANA,
+    "SanaControlNetModel", _SANA,
     lambda: denoising(image(), controlnet_cond=image(), encoder_attention_mask=mask()),
 )
 
@@ -692,65 +478,37 @@ def _camera():
 add(
     "SanaWMTransformer3DModel",
     {
-        **_WIDTH,
-        "in_channels": 4,
-        "num_layers": 2,
-        "softmax_every_n": 2,
-        "linear_head_dim": 64,
-        "caption_channels": _TEXT,
-        "chunk_plucker_channels": 6,
-        "chunk_plucker_post_attn_blocks": 2,
+        **_WIDTH, "in_channels": 4, "num_layers": 2, "softmax_every_n": 2, "linear_head_dim": 64,
+        "caption_channels": _TEXT, "chunk_plucker_channels": 6, "chunk_plucker_post_attn_blocks": 2,
     },
     lambda: denoising(
-        video(),
-        timestep=STEP[:, None, None].expand(2, 1, 2),
-        encoder_hidden_states=normal(2, 1, 6, _TEXT),
-        encoder_attention_mask=mask(),
-        chunk_plucker=video(6),
-        **_camera(),
+        video(), timestep=STEP[:, None, None].expand(2, 1, 2),
+        encoder_hidden_states=normal(2, 1, 6, _TEXT), encoder_attention_mask=mask(),
+        chunk_plucker=video(6), **_camera(),
     ),
 )
 add(
     "SanaWMLTX2RefinerTransformer3DModel",
     {
-        **_HEADS,
-        "in_channels": 8,
-        "out_channels": 8,
-        "cross_attention_dim": 128,
-        "audio_in_channels": 4,
-        "audio_out_channels": 4,
-        "audio_num_attention_heads": 2,
-        "audio_cross_attention_dim": 128,
-        "num_layers": 2,
-        "caption_channels": _TEXT,
+        **_HEADS, "in_channels": 8, "out_channels": 8, "cross_attention_dim": 128,
+        "audio_in_channels": 4, "audio_out_channels": 4, "audio_num_attention_heads": 2,
+        "audio_cross_attention_dim": 128, "num_layers": 2, "caption_channels": _TEXT,
     },
     lambda: denoising(
-        normal(2, 8, 8),
-        timestep=STEP[:, None].expand(2, 8),
-        encoder_attention_mask=mask(),
+        normal(2, 8, 8), timestep=STEP[:, None].expand(2, 8), encoder_attention_mask=mask(),
         video_rotary_emb=(normal(2, 8, 128).cos(), normal(2, 8, 128).sin()),
     ),
 )
 add(
     "StableAudio3DiTModel",
     {
-        "io_channels": 6,
-        "embed_dim": 128,
-        "depth": 2,
-        "num_heads": 2,
-        "cond_token_dim": _TEXT,
-        "global_cond_dim": 12,
-        "local_add_cond_dim": 7,
-        "timestep_features_dim": 16,
-        "ff_mult": 2.0,
+        "io_channels": 6, "embed_dim": 128, "depth": 2, "num_heads": 2, "cond_token_dim": _TEXT,
+        "global_cond_dim": 12, "local_add_cond_dim": 7, "timestep_features_dim": 16, "ff_mult": 2.0,
         "num_memory_tokens": 4,
     },
     lambda: denoising(
-        normal(2, 6, 7),
-        timestep=HALF,
-        global_hidden_states=normal(2, 12),
-        encoder_attention_mask=mask(),
-        local_add_cond=normal(2, 7, 7),
+        normal(2, 6, 7), timestep=HALF, global_hidden_states=normal(2, 12),
+        encoder_attention_mask=mask(), local_add_cond=normal(2, 7, 7),
     ),
 )
 add(
@@ -761,10 +519,7 @@ add(
 add(
     "Transformer2DModel",
     {
-        **_HEADS,
-        "in_channels": 8,
-        "num_layers": 2,
-        "norm_num_groups": 4,
+        **_HEADS, "in_channels": 8, "num_layers": 2, "norm_num_groups": 4,
         "cross_attention_dim": _TEXT,
     },
     lambda: {"hidden_states": image(8), "encoder_hidden_states": text()},
@@ -772,13 +527,8 @@ add(
 add(
     "DreamLiteTransformer2DModel",
     {
-        **_HEADS,
-        "in_channels": 8,
-        "num_layers": 2,
-        "norm_num_groups": 4,
-        "cross_attention_dim": _TEXT,
-        "qk_norm": "rms_norm",
-        "use_linear_projection": True,
+        **_HEADS, "in_channels": 8, "num_layers": 2, "norm_num_groups": 4,
+        "cross_attention_dim": _TEXT, "qk_norm": "rms_norm", "use_linear_projection": True,
     },
     lambda: {"hidden_states": image(8), "encoder_hidden_states": text()},
 )
@@ -789,13 +539,10 @@ def _extraction(**more):
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
     return {
-        "hidden_states": [normal(4, 2, 4, 4) for _ in range(2)],
-        "timestep": STEP,
+        "hidden_states": [normal(4, 2, 4, 4) for _ in range(2)], "timestep": STEP,
         "encoder_hidden_states": [normal(6, _TEXT), normal(3, _TEXT)],
         "condition_latents": [normal(8, 2, 4, 4) for _ in range(2)],
-        "kv_cache": WanAnimate2KVCache(2),
-        "kv_cache_mode": "extract",
-        "seq_len": 8,
+        "kv_cache": WanAnimate2KVCache(2), "kv_cache_mode": "extract", "seq_len": 8,
         "encoder_hidden_states_image": normal(2, 5, 1280),
         "offset_grid_sizes": torch.tensor([[2, 2, 2]] * 2),
     }
@@ -804,44 +551,29 @@ def _extraction(**more):
 add(
     "WanAnimate2Transformer3DModel",
     {
-        "text_len": 6,
-        "in_dim": 12,
-        "dim": 128,
-        "ffn_dim": 96,
-        "freq_dim": 16,
-        "text_dim": _TEXT,
-        "out_dim": 4,
-        "num_heads": 2,
-        "num_layers": 2,
+        "text_len": 6, "in_dim": 12, "dim": 128, "ffn_dim": 96, "freq_dim": 16, "text_dim": _TEXT,
+        "out_dim": 4, "num_heads": 2, "num_layers": 2,
     },
     _extraction,
 )
 _CHANNELS = {"block_out_channels": (64, 128), "layers_per_block": 1, "norm_num_groups": 8}
 add(
-    "UNet1DModel",
-    {"sample_size": 32, "extra_in_channels": 64},
+    "UNet1DModel", {"sample_size": 32, "extra_in_channels": 64},
     # The model multiplies the timestep by large frequencies in its dtype.
     lambda: {"sample": normal(2, 2, 32), "timestep": STEP / 2**20},
 )
 add(
     "UNet2DModel",
     {
-        **_IN_OUT,
-        **_CHANNELS,
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-        "attention_head_dim": 64,
+        **_IN_OUT, **_CHANNELS, "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 64,
     },
     lambda: {"sample": image(size=8), "timestep": STEP},
 )
 _UNET3D = {
-    **_IN_OUT,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "norm_num_groups": 8,
+    **_IN_OUT, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlock3D", "CrossAttnDownBlock3D"),
-    "up_block_types": ("CrossAttnUpBlock3D", "UpBlock3D"),
-    "cross_attention_dim": _TEXT,
+    "up_block_types": ("CrossAttnUpBlock3D", "UpBlock3D"), "cross_attention_dim": _TEXT,
     "attention_head_dim": 64,
 }
 
@@ -852,28 +584,21 @@ def _unet_inputs(sample, **more):
 
 add("UNet3DConditionModel", _UNET3D, lambda: _unet_inputs(video(size=8)))
 add(
-    "I2VGenXLUNet",
-    {**_UNET3D, "sample_size": 4},
+    "I2VGenXLUNet", {**_UNET3D, "sample_size": 4},
     lambda: _unet_inputs(
-        video(size=4),
-        fps=torch.tensor([16, 8]),
-        image_latents=video(size=4),
+        video(size=4), fps=torch.tensor([16, 8]), image_latents=video(size=4),
         image_embeddings=normal(2, _TEXT),
     ),
 )
 add(
     "DreamLiteUNetModel",
     {
-        **_IN_OUT,
-        **_CHANNELS,
+        **_IN_OUT, **_CHANNELS,
         "down_block_types": (
-            "DreamLiteCrossAttnNoSelfAttnDownBlock2D",
-            "DreamLiteCrossAttnDownBlock2D",
+            "DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteCrossAttnDownBlock2D",
         ),
         "up_block_types": ("DreamLiteCrossAttnUpBlock2D", "DreamLiteUpBlock2D"),
-        "cross_attention_dim": _TEXT,
-        "attention_head_dim": (1, 2),
-        "use_linear_projection": True,
+        "cross_attention_dim": _TEXT, "attention_head_dim": (1, 2), "use_linear_projection": True,
         "ff_mult": 2,
     },
     lambda: _unet_inputs(image(size=8)),
@@ -881,31 +606,20 @@ add(
 add(
     "Kandinsky3UNet",
     {
-        "time_embedding_dim": 64,
-        "groups": 8,
-        "attention_head_dim": 32,
-        "layers_per_block": 3,
-        "block_out_channels": (64, 128),
-        "cross_attention_dim": 64,
-        "encoder_hid_dim": _TEXT,
+        "time_embedding_dim": 64, "groups": 8, "attention_head_dim": 32, "layers_per_block": 3,
+        "block_out_channels": (64, 128), "cross_attention_dim": 64, "encoder_hid_dim": _TEXT,
     },
     lambda: _unet_inputs(image(size=8), encoder_attention_mask=mask().float()),
 )
 _MOTION = {
-    **_IN_OUT,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "norm_num_groups": 8,
+    **_IN_OUT, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlockMotion", "CrossAttnDownBlockMotion"),
-    "cross_attention_dim": _TEXT,
-    "motion_num_attention_heads": 1,
-    "motion_max_seq_length": 4,
+    "cross_attention_dim": _TEXT, "motion_num_attention_heads": 1, "motion_max_seq_length": 4,
 }
 add(
     "UNetMotionModel",
     {
-        **_MOTION,
-        "up_block_types": ("CrossAttnUpBlockMotion", "UpBlockMotion"),
+        **_MOTION, "up_block_types": ("CrossAttnUpBlockMotion", "UpBlockMotion"),
         "num_attention_heads": 1,
     },
     lambda: _unet_inputs(video(size=4), encoder_hidden_states=normal(4, 6, _TEXT)),
@@ -915,84 +629,53 @@ add(
     "SparseControlNetModel",
     {**_sparse, "attention_head_dim": 1, "conditioning_embedding_out_channels": (8, 16)},
     lambda: _unet_inputs(
-        video(size=4),
-        encoder_hidden_states=normal(4, 6, _TEXT),
-        controlnet_cond=video(size=4),
+        video(size=4), encoder_hidden_states=normal(4, 6, _TEXT), controlnet_cond=video(size=4),
         conditioning_mask=torch.ones(2, 1, 2, 4, 4),
     ),
 )
 add(
     "StableCascadeUNet",
     {
-        **_IN_OUT,
-        "timestep_ratio_embedding_dim": 8,
-        "conditioning_dim": 64,
-        "block_out_channels": (64, 128),
-        "num_attention_heads": (1, 2),
-        "down_num_layers_per_block": (1, 1),
-        "up_num_layers_per_block": (1, 1),
-        "clip_text_in_channels": _TEXT,
-        "clip_text_pooled_in_channels": 12,
-        "clip_image_in_channels": 10,
-        "clip_seq": 2,
-        "dropout": (0.0, 0.0),
+        **_IN_OUT, "timestep_ratio_embedding_dim": 8, "conditioning_dim": 64,
+        "block_out_channels": (64, 128), "num_attention_heads": (1, 2),
+        "down_num_layers_per_block": (1, 1), "up_num_layers_per_block": (1, 1),
+        "clip_text_in_channels": _TEXT, "clip_text_pooled_in_channels": 12,
+        "clip_image_in_channels": 10, "clip_seq": 2, "dropout": (0.0, 0.0),
         "switch_level": (False,),
     },
     lambda: {
         "sample": image(),
         "timestep_ratio": HALF / 1024,  # the model multiplies it by 10000 in its dtype
-        "clip_text_pooled": normal(2, 1, 12),
-        "clip_text": text(),
-        "clip_img": normal(2, 1, 10),
+        "clip_text_pooled": normal(2, 1, 12), "clip_text": text(), "clip_img": normal(2, 1, 10),
     },
 )
 add(
     "UVit2DModel",
     {
-        **_WIDTH,
-        "cond_embed_dim": 16,
-        "micro_cond_encode_dim": 8,
-        "micro_cond_embed_dim": 40,
-        "encoder_hidden_size": _TEXT,
-        "vocab_size": 32,
-        "codebook_size": 31,
-        "in_channels": 128,
-        "block_out_channels": 128,
-        "num_res_blocks": 1,
-        "block_num_heads": 2,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "sample_size": 4,
+        **_WIDTH, "cond_embed_dim": 16, "micro_cond_encode_dim": 8, "micro_cond_embed_dim": 40,
+        "encoder_hidden_size": _TEXT, "vocab_size": 32, "codebook_size": 31, "in_channels": 128,
+        "block_out_channels": 128, "num_res_blocks": 1, "block_num_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 96, "sample_size": 4,
     },
     lambda: {
-        "input_ids": torch.arange(32).view(2, 4, 4),
-        "encoder_hidden_states": text(),
-        "pooled_text_emb": normal(2, 16),
-        "micro_conds": torch.tensor([[8.0, 8, 0, 0, 6]] * 2),
+        "input_ids": torch.arange(32).view(2, 4, 4), "encoder_hidden_states": text(),
+        "pooled_text_emb": normal(2, 16), "micro_conds": torch.tensor([[8.0, 8, 0, 0, 6]] * 2),
     },
 )
 add(
     "ControlNetUnionModel",
     {
-        **_CHANNELS,
-        "in_channels": 4,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "cross_attention_dim": _TEXT,
-        "attention_head_dim": 2,
-        "addition_time_embed_dim": 8,
-        "projection_class_embeddings_input_dim": 48,
-        "conditioning_embedding_out_channels": (8, 16),
-        "num_trans_channel": 64,
-        "num_trans_head": 1,
-        "num_proj_channel": 64,
+        **_CHANNELS, "in_channels": 4, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "cross_attention_dim": _TEXT, "attention_head_dim": 2, "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 48, "conditioning_embedding_out_channels": (8, 16),
+        "num_trans_channel": 64, "num_trans_head": 1, "num_proj_channel": 64,
     },
     lambda: _unet_inputs(
-        image(size=8),
-        controlnet_cond=[image(3, 16)],
-        control_type=torch.tensor([[0, 1, 0, 0, 0, 0]] * 2),
-        control_type_idx=[1],
+        image(size=8), controlnet_cond=[image(3, 16)],
+        control_type=torch.tensor([[0, 1, 0, 0, 0, 0]] * 2), control_type_idx=[1],
     ),
 )
+# fmt: on
 
 
 # --------------------------------------------------------------------------------------------------

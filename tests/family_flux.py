@@ -80,15 +80,7 @@ def flux2_model(*device_and_dtype, head_dim=16, **options):
 
 
 def flux2_inputs(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=None,
-    batch=2,
-    tokens=1,
-    text_length=5,
-    axes=4,
-    **options,
+    device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, axes=4, **options
 ):
     normal = seeded(seed, device)
     height, width = 3 + tokens, 3

@@ -41,15 +41,7 @@ def flux3_model(
 
 
 def flux3_inputs(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=None,
-    batch=2,
-    tokens=1,
-    text_length=5,
-    images=0,
-    **options,
+    device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, images=0, **options
 ):
     """``images`` is the number of reference images."""
     normal = seeded(seed, device)

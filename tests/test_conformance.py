@@ -139,8 +139,7 @@ def test_float16_is_clipped_to_its_range(kernel, device, name):
     texts = []
     following = family.part(plain, "next_block")
     following.register_forward_pre_hook(
-        lambda module, args, kwargs: texts.append(kwargs["encoder_hidden_states"]),
-        with_kwargs=True,
+        lambda module, args, kwargs: texts.append(kwargs["encoder_hidden_states"]), with_kwargs=True
     )
     expected = run(plain, arguments)
     assert texts[0].abs().max() == 65504
