@@ -768,35 +768,25 @@ def to_other(condition):
     return torch.randn_like(condition)
 
 
+# fmt: off
 TEXTS = ("hidden_states", "encoder_hidden_states")
 _HUNYUAN_TEXTS = (*TEXTS, "timestep", "pooled_projections", "guidance")
 FAMILY_OF = {
-    "LTXVideoTransformer3DModel": "ltx",
-    "LTX2VideoTransformer3DModel": "ltx2",
-    "FluxTransformer2DModel": "flux",
-    "Flux2Transformer2DModel": "flux2",
-    "Flux3Transformer2DModel": "flux3",
-    "QwenImageTransformer2DModel": "qwenimage",
-    "SD3Transformer2DModel": "sd3",
-    "WanTransformer3DModel": "wan",
-    "CosmosTransformer3DModel": "cosmos",
-    "HunyuanVideoTransformer3DModel": "hunyuan_video",
+    "LTXVideoTransformer3DModel": "ltx", "LTX2VideoTransformer3DModel": "ltx2",
+    "FluxTransformer2DModel": "flux", "Flux2Transformer2DModel": "flux2",
+    "Flux3Transformer2DModel": "flux3", "QwenImageTransformer2DModel": "qwenimage",
+    "SD3Transformer2DModel": "sd3", "WanTransformer3DModel": "wan",
+    "CosmosTransformer3DModel": "cosmos", "HunyuanVideoTransformer3DModel": "hunyuan_video",
     "HunyuanVideo15Transformer3DModel": "hunyuan_video15",
-    "CogVideoXTransformer3DModel": "cogvideox",
-    "Krea2Transformer2DModel": "krea2",
-    "ZImageTransformer2DModel": "z_image",
-    "ChromaTransformer2DModel": "chroma",
-    "Lumina2Transformer2DModel": "lumina2",
-    "MochiTransformer3DModel": "mochi",
-    "QwenImage21Transformer2DModel": "qwenimage21",
-    "MiniMaxH3Transformer3DModel": "minimax_h3",
+    "CogVideoXTransformer3DModel": "cogvideox", "Krea2Transformer2DModel": "krea2",
+    "ZImageTransformer2DModel": "z_image", "ChromaTransformer2DModel": "chroma",
+    "Lumina2Transformer2DModel": "lumina2", "MochiTransformer3DModel": "mochi",
+    "QwenImage21Transformer2DModel": "qwenimage21", "MiniMaxH3Transformer3DModel": "minimax_h3",
 }
 OTHERS = {
     **{cls: of_family(name) for cls, name in FAMILY_OF.items()},
-    **{cls: _wans(cls) for cls in COPIES_OF_WAN},
-    "FluxControlNetModel": _controlnet("flux"),
-    "QwenImageControlNetModel": _controlnet("qwenimage"),
-    "SD3ControlNetModel": _controlnet("sd3"),
+    **{cls: _wans(cls) for cls in COPIES_OF_WAN}, "FluxControlNetModel": _controlnet("flux"),
+    "QwenImageControlNetModel": _controlnet("qwenimage"), "SD3ControlNetModel": _controlnet("sd3"),
     "CosmosControlNetModel": OtherModel(
         lambda: controlnet_of_cosmos("cpu")[0],
         lambda: cosmos_control_inputs("cpu"),
@@ -819,15 +809,13 @@ OTHERS = {
         lambda: framepack_model("cpu"),
         lambda: framepack_inputs("cpu"),
         (
-            *_HUNYUAN_TEXTS,
-            "image_embeds",
+            *_HUNYUAN_TEXTS, "image_embeds",
             *(f"latents_{x}" for x in ("clean", "history_2x", "history_4x")),
         ),
     ),
     "UNetControlNetXSModel": OtherModel(
         lambda: controlnet_xs("cpu"),
-        controlnet_xs_inputs,
-        ("sample", "encoder_hidden_states", "controlnet_cond"),
+        controlnet_xs_inputs, ("sample", "encoder_hidden_states", "controlnet_cond"),
     ),
 }
 # A class with several configurations there is tried with the first.
@@ -843,16 +831,13 @@ MODELS |= {
     ),
     "SD3MultiControlNetModel": _several("SD3MultiControlNetModel", "SD3ControlNetModel"),
     "HunyuanDiT2DMultiControlNetModel": _several(
-        "HunyuanDiT2DMultiControlNetModel",
-        "HunyuanDiT2DControlNetModel",
+        "HunyuanDiT2DMultiControlNetModel", "HunyuanDiT2DControlNetModel",
         (*TEXTS, "timestep", "encoder_hidden_states_t5", "image_meta_size", "controlnet_cond"),
     ),
     "MultiControlNetModel": _several("MultiControlNetModel", "ControlNetModel", _UNET_INPUTS),
     "MultiControlNetUnionModel": _several(
-        "MultiControlNetUnionModel",
-        "ControlNetUnionModel",
-        (*_UNET_INPUTS, "control_type"),
-        control_type=torch.tensor([[0, 1, 0, 0, 0, 0]] * 2),
-        control_type_idx=[1],
+        "MultiControlNetUnionModel", "ControlNetUnionModel", (*_UNET_INPUTS, "control_type"),
+        control_type=torch.tensor([[0, 1, 0, 0, 0, 0]] * 2), control_type_idx=[1],
     ),
 }
+# fmt: on
