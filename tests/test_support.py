@@ -623,26 +623,33 @@ def test_smoothed_energy_guidance(kernel, device, family, is_injected_first):
 # Companions of one family
 
 
-@either_order
-def test_ip_adapter(kernel, device, is_injected_first):
-    """Its processors attend to the image's tokens. The rest of their blocks runs on the kernels."""
-    model, plain, arguments = prepared(FLUX, device, config=KERNEL_HEADS)
+HIDDEN = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
+
+
+def calls_with_ip_adapter(kernel, device, family, is_injected_first, make, adapted):
+    """A model's calls with IP-Adapters, which `make` makes. The result is the plain model's."""
+    model, plain, arguments = prepared(family, device, config=KERNEL_HEADS)
     without = run(plain, arguments)
     if is_injected_first:
         kernel.inject_kernels(model)
-    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
     for candidate in (model, plain):
         torch.manual_seed(4)
         for block in candidate.transformer_blocks:
-            processor = FluxIPAdapterAttnProcessor(hidden, 24, num_tokens=(4,), scale=[0.7])
-            block.attn.set_processor(processor.to(device))
+            block.attn.set_processor(make().to(device))
     kernel.inject_kernels(model)
-    image = torch.randn(2, 4, 24, device=device)
-    arguments = {**arguments, "joint_attention_kwargs": {"ip_hidden_states": [image]}}
+    arguments = {**arguments, "joint_attention_kwargs": adapted}
     expected = run(plain, arguments)
     assert (expected - without).norm() > 0.01 * without.norm()
     assert_close(run(model, arguments), expected)
-    calls = kernel_calls(run, model, arguments)
+    return model, kernel_calls(run, model, arguments)
+
+
+@either_order
+def test_ip_adapter(kernel, device, is_injected_first):
+    """Its processors attend to the image's tokens. The rest of their blocks runs on the kernels."""
+    adapted = {"ip_hidden_states": [torch.randn(2, 4, 24, device=device)]}
+    make = functools.partial(FluxIPAdapterAttnProcessor, HIDDEN, 24, num_tokens=(4,), scale=[0.7])
+    model, calls = calls_with_ip_adapter(kernel, device, FLUX, is_injected_first, make, adapted)
     # Each block's own, and one that is handed over from a single block to the next.
     assert calls["gated_residual_layer_norm_modulate"] == 5
     assert calls["qk_norm_rope"] == len(model.single_transformer_blocks)
@@ -651,28 +658,15 @@ def test_ip_adapter(kernel, device, is_injected_first):
 
 @either_order
 def test_ip_adapter_of_sd3(kernel, device, is_injected_first):
-    model, plain, arguments = prepared(SD3, device, config=KERNEL_HEADS)
-    without = run(plain, arguments)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
-    for candidate in (model, plain):
-        torch.manual_seed(4)
-        for block in candidate.transformer_blocks:
-            processor = SD3IPAdapterJointAttnProcessor2_0(
-                hidden, 24, KERNEL_HEADS["head_dim"], timesteps_emb_dim=20, scale=0.7
-            )
-            block.attn.set_processor(processor.to(device))
-    kernel.inject_kernels(model)
-    adapted = {
-        "ip_hidden_states": torch.randn(2, 4, 24, device=device),
-        "temb": torch.randn(2, 20, device=device),
-    }
-    arguments = {**arguments, "joint_attention_kwargs": adapted}
-    expected = run(plain, arguments)
-    assert (expected - without).norm() > 0.01 * without.norm()
-    assert_close(run(model, arguments), expected)
-    calls = kernel_calls(run, model, arguments)
+    image, time = torch.randn(2, 4, 24, device=device), torch.randn(2, 20, device=device)
+    make = functools.partial(
+        SD3IPAdapterJointAttnProcessor2_0,
+        *(HIDDEN, 24, KERNEL_HEADS["head_dim"]),
+        timesteps_emb_dim=20,
+        scale=0.7,
+    )
+    adapted = {"ip_hidden_states": image, "temb": time}
+    _, calls = calls_with_ip_adapter(kernel, device, SD3, is_injected_first, make, adapted)
     assert calls["gated_residual_layer_norm_modulate"] and calls["gelu"]
     assert not {"qk_norm_rope", "qk_norm_rope_out", "attention"} & calls.keys()
 
@@ -710,8 +704,7 @@ def test_processors_with_kept_keys_and_values(kernel, device, is_injected_first)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_image_as_context(kernel, device, dtype):
     """Wan attends to it apart from the text, of which it knows the number of tokens."""
-    hidden = KERNEL_HEADS["heads"] * KERNEL_HEADS["head_dim"]
-    config = {**KERNEL_HEADS, "image_dim": 20, "added_kv_proj_dim": hidden}
+    config = {**KERNEL_HEADS, "image_dim": 20, "added_kv_proj_dim": HIDDEN}
     model, plain, arguments = prepared(WAN, device, dtype, config=config, text_length=512)
     kernel.inject_kernels(model)
     image = torch.randn(2, 7, 20, device=device).to(dtype)
