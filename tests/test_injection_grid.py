@@ -117,12 +117,12 @@ TRACES = [
     with_fake_arguments,
     traced("fake"),
     traced("real"),
-    pytest.param(traced("symbolic"), marks=pytest.mark.slow),
+    traced("symbolic"),
     functionalized,
     in_inference_mode,
     in_vmap,
     with_tangents,
-    pytest.param(exported, marks=pytest.mark.slow),
+    exported,
 ]
 
 

@@ -29,7 +29,6 @@ def without_garbage_collection():
         yield
     finally:
         gc.enable()
-        gc.collect()
 
 
 def alive(references):
