@@ -43,35 +43,40 @@ def trained_ltx_model(device, dtype=torch.float32, *, seed=0, **_):
     return model.to(device, dtype).eval()
 
 
+@functools.lru_cache(64)
 @torch.no_grad()
-def latents_of_clips(pipe, scenes, seed, side=clips.SIDE):
-    """The transformer's tokens of drawn clips, and its further arguments for their size."""
-    drawn = clips.draw_clips(scenes, seed, pipe.device, frames=FRAMES, side=side)
+def _inputs(seed, batch, tokens):
+    """In float32 on the CPU, shared: drawing and encoding clips takes longer than a forward."""
+    pipe, normal = _pipeline(), seeded(seed, "cpu")
+    choose = random.Random(normal(1).item())
+    scenes = [clips.random_scene(choose, held_back=True) for _ in range(batch)]
+    side = 32 * (1 + tokens)
+    drawn = clips.draw_clips(scenes, choose.getrandbits(32), "cpu", frames=FRAMES, side=side)
     latents = pipe.vae.encode(drawn).latent_dist.mode()
     latents = pipe._normalize_latents(latents, pipe.vae.latents_mean, pipe.vae.latents_std)
-    size = dict(zip(("num_frames", "height", "width"), latents.shape[2:], strict=True))
-    return pipe._pack_latents(latents), {**size, "rope_interpolation_scale": (8 / 25, 32, 32)}
+    clean = pipe._pack_latents(latents)
+    sigma = normal(batch, 1, 1).sigmoid()
+    text, mask, *_ = pipe.encode_prompt([scene.caption for scene in scenes], None, False)
+    return {
+        "hidden_states": clean + sigma * (normal(*clean.shape) - clean),
+        "encoder_hidden_states": text,
+        "timestep": 1000 * sigma[:, 0, 0],
+        "encoder_attention_mask": mask,
+        **dict(zip(("num_frames", "height", "width"), latents.shape[2:], strict=True)),
+        "rope_interpolation_scale": (8 / 25, 32, 32),
+    }
 
 
-@torch.no_grad()
 def trained_ltx_inputs(device, dtype=torch.float32, *, seed=None, batch=2, tokens=1):
     """Inputs of a step of the pipeline: captions, and latents with a random part of noise.
 
     A clip has 17 frames of 32 * (1 + tokens) pixels a side. The model was trained at ``tokens=7``.
     """
-    pipe, normal = _pipeline(), seeded(seed, "cpu")
-    choose = random.Random(normal(1).item())
-    scenes = [clips.random_scene(choose, held_back=True) for _ in range(batch)]
-    clean, size = latents_of_clips(pipe, scenes, choose.getrandbits(32), 32 * (1 + tokens))
-    sigma = normal(batch, 1, 1).sigmoid()
-    text, mask, *_ = pipe.encode_prompt([scene.caption for scene in scenes], None, False)
-    return {
-        "hidden_states": (clean + sigma * (normal(*clean.shape) - clean)).to(device, dtype),
-        "encoder_hidden_states": text.to(device, dtype),
-        "timestep": 1000 * sigma[:, 0, 0].to(device),
-        "encoder_attention_mask": mask.to(device),
-        **size,
-    }
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
+    own = _inputs(seed, batch, tokens).items()
+    copies = {k: v.to(device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in own}
+    return LTX.cast(copies, dtype)
 
 
 TRAINED_LTX = replace(
