@@ -635,11 +635,21 @@ def test_rows_that_rise_at_different_tiles(kernel, device, keys, highest, head_d
     check_attention(kernel, *rows_with_peaks(1100, keys, head_dim, highest, device))
 
 
+def rescaled_and_recomputed_rows(head_dim, device):
+    """Peaked rows, then values beyond float16, whose tiles are computed twice."""
+    yield rows_with_peaks(1025, 600, head_dim, 60, device)
+    q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
+    v[:, :, 0] *= 1e-6
+    v[:, 1, 1] *= 1e5
+    yield q, k, v
+
+
 @pytest.mark.sanitize
+@pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("head_dim", [40, *HEAD_DIMS, 72, 96, 112])
-def test_rescaled_rows(kernel, device, head_dim):
-    q, k, v = rows_with_peaks(1025, 600, head_dim, 60, device)
-    check_attention(kernel, q, k, v, contract=False)
+def test_rescaled_and_recomputed_rows(kernel, device, head_dim, return_lse):
+    for inputs in rescaled_and_recomputed_rows(head_dim, device):
+        check_attention(kernel, *inputs, contract=False, return_lse=return_lse)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -758,22 +768,6 @@ def test_lse(kernel, device, size, head_dim, dtype, layout, heads, masked, extra
         assert lse[entry].isneginf().all()
         if "addend" not in options:
             assert not out[entry].any()
-
-
-def rescaled_and_recomputed_rows(head_dim, device):
-    """Peaked rows, then values beyond float16, whose tiles are computed twice."""
-    yield rows_with_peaks(1025, 600, head_dim, 60, device)
-    q, k, v = query_key_value(1, 1025, 300, 3, head_dim, torch.bfloat16, device)
-    v[:, :, 0] *= 1e-6
-    v[:, 1, 1] *= 1e5
-    yield q, k, v
-
-
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 72])
-def test_lse_of_rescaled_and_recomputed_rows(kernel, device, head_dim):
-    peaked, recomputed = rescaled_and_recomputed_rows(head_dim, device)
-    check_attention(kernel, *peaked, contract=False, return_lse=True)
-    check_attention(kernel, *recomputed, return_lse=True)
 
 
 @pytest.mark.sanitize

@@ -210,7 +210,7 @@ WEIGHT_SCALES = {
 }
 BIASES = {"none": lambda b: None, "T": lambda b: b, "float32": lambda b: b.float() * 1.001}
 PRODUCTS = {
-    "rows": [1, 2, 63, 64, 65, 130, (2, 3, 5)],
+    "rows": [(), 1, 2, 63, 64, 65, 130, (2, 3, 5)],
     "in_features": [16, 48, 128, 144, 256, 400, 1024, 4096],
     "is_blocked": [False, True],
     "weight_scale": WEIGHT_SCALES,
@@ -243,10 +243,6 @@ def test_products(
             rows, out_features, in_features, is_blocked, dtype, device, weight_scale, bias
         ),
     )
-
-
-def test_one_row_without_leading_dimensions(kernel, device):
-    check_linear(kernel, linear_arguments((), 24, 256, True, torch.bfloat16, device))
 
 
 def one_term_of_each_block(rows, out_features, blocks, device):

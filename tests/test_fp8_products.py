@@ -178,10 +178,6 @@ def test_gelu_of_nothing(kernel, device, rows, out_features):
     check_gelu(kernel, gelu_arguments(rows, out_features, 256, False, device=device))
 
 
-def test_gelu_of_one_row_without_leading_dimensions(kernel, device):
-    check_gelu(kernel, gelu_arguments((), 136, 256, True, device=device))
-
-
 @every_approximation
 def test_gelu_of_many_tiles(kernel, device, approximate):
     size = (rows_of_many_tiles(2305, device), 4104, 272, False)
