@@ -150,7 +150,6 @@ def test_zeros_and_nan_in_blocks(kernel, device, hidden):
     dtype=DTYPES,
 )
 def test_out_of_rows_with_any_alignment(kernel, device, columns, first, width, block_size, dtype):
-    """Columns of a wider tensor."""
     x = normal(2, 5, 2 * columns, dtype=dtype, device=device)
     expected = kernel.swiglu_fp8(x, block_size=block_size)
     values = torch.zeros(2, 5, width, device=device).to(FP8)
