@@ -61,6 +61,14 @@ def mesh(device):
 
 
 @pytest.fixture
+def _default_backend(monkeypatch):
+    """diffusers' choice for all models, which model.set_attention_backend also changes."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+
+
+@pytest.fixture
 def _one_thread():
     with one_thread():
         yield

@@ -41,13 +41,6 @@ from random_sequences import MODELS, REPLACEMENTS, Step, Twins, is_adaptive_norm
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
 
-@pytest.fixture
-def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend also changes."""
-    registry = attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
-
-
 IN_PART = ("unet_of_sdxl", "auraflow")
 TRAINED = TRAINED_LTX.name
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from diffusers.models import attention_dispatch
 from diffusers.models.attention_processor import Attention
 from torch import nn
 
@@ -135,16 +134,7 @@ OWN_ATTENTIONS = {  # change, options of the family's model and of inject_kernel
 }
 
 
-@pytest.fixture
-def _no_backend_stays():
-    """`set_attention_backend` sets that of the process, too."""
-    registry = attention_dispatch._AttentionBackendRegistry
-    before = registry._active_backend
-    yield
-    registry._active_backend = before
-
-
-@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.usefixtures("_default_backend")
 @pytest.mark.parametrize("case", OWN_ATTENTIONS)
 def test_the_report_tells_of_attention_that_is_not_replaced(kernel, device, case):
     """At its first line on the model, and in no entry of what is replaced; its calls are as promised."""
@@ -174,7 +164,7 @@ def ask_for_a_gradient(model, arguments):
         model(**arguments, return_dict=False)
 
 
-@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.usefixtures("_default_backend")
 @pytest.mark.parametrize("family", ["flux", "prx"])
 @pytest.mark.parametrize(
     ("choose", "reason"),
@@ -203,7 +193,7 @@ def test_attention_that_is_chosen_later_is_counted(kernel, device, family, choos
     assert f"calls with the model's own attention: {total} x {module}: {OWN}{reason}" in str(report)
 
 
-@pytest.mark.usefixtures("_no_backend_stays")
+@pytest.mark.usefixtures("_default_backend")
 @pytest.mark.parametrize("choose", [choose_backend, ask_for_a_gradient])
 def test_a_choice_after_attention_was_left_to_the_model_is_not_counted(kernel, device, choose):
     """The report has said that attention is the model's own: the calls are as promised."""

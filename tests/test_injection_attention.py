@@ -12,18 +12,11 @@ from checks import relative_distance
 from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair, reasons_of
 from ltx_models import KernelCalls, calls_of, inputs, kernel_calls, run, transformer
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
+pytestmark = pytest.mark.usefixtures("_one_thread", "_default_backend")
 
 TEXT_LENGTH = ltx_models.TEXT_LENGTH
 HEADS = {"heads": 2, "head_dim": 64}
 BOTH = {"attention": 2}  # a block: self-attention and cross-attention
-
-
-@pytest.fixture(autouse=True)
-def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend also changes."""
-    registry = attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
 class Biases(KernelCalls):

@@ -16,7 +16,7 @@ from checks import relative_distance
 from injected_pairs import BFLOAT16, assert_alike, fallen_back, pair
 from ltx_models import calls_of, inputs, kernel_calls, pipeline, run, snapshot, transformer
 
-pytestmark = pytest.mark.usefixtures("_one_thread")
+pytestmark = pytest.mark.usefixtures("_one_thread", "_default_backend")
 
 STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
 LOGGER = "h100_diffusers_kernels"
@@ -26,8 +26,6 @@ FIRST_BLOCK = "transformer_blocks.0"
 @pytest.fixture(autouse=True)
 def _not_strict(monkeypatch):
     monkeypatch.delenv(STRICT, raising=False)
-    registry = attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
 @pytest.fixture

@@ -51,13 +51,6 @@ UNETS = (diffusers.UNet2DConditionModel, diffusers.ControlNetModel)
 MID_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
 
 
-@pytest.fixture
-def _default_backend(monkeypatch):
-    """diffusers' choice for all models, which model.set_attention_backend also changes."""
-    registry = attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
-
-
 def pair(small, kernel, device, change=None, dtype=BFLOAT16, **options):
     """(injected, plain, report, arguments)"""
     plain = small.model(device, dtype)
