@@ -62,16 +62,15 @@ def _run_ranks(check, ranks, tmp_path, arguments):
         join=False,
         start_method="forkserver",
     )
-    processes = [psutil.Process(pid) for pid in context.pids()]
     try:
         used, since = 0.0, time.monotonic()
         while not context.join(timeout=2):
             waited = time.monotonic() - since
             if waited < IDLE_SECONDS:
                 continue
-            before, used = used, sum(map(_processor_time, processes))
+            before, used = used, sum(map(_processor_time, context.pids()))
             if used - before < IDLE_SHARE * waited:
-                pytest.fail(f"the ranks wait for each other:\n{_stacks(processes, folder)}")
+                pytest.fail(f"the ranks wait for each other:\n{_stacks(context.pids(), folder)}")
             since = time.monotonic()
     finally:
         for process in context.processes:
@@ -89,18 +88,17 @@ def _start_server():
         os.environ.pop("PYTHONPATH") if path is None else os.environ.update(PYTHONPATH=path)
 
 
-def _processor_time(process):
+def _processor_time(pid):
     try:
-        return sum(process.cpu_times()[:2])
+        return sum(psutil.Process(pid).cpu_times()[:2])
     except psutil.NoSuchProcess:
         return 0.0
 
 
-def _stacks(processes, folder):
+def _stacks(pids, folder):
     """Where each rank is."""
-    for process in processes:
-        if process.is_running():
-            process.send_signal(signal.SIGUSR1)
+    for pid in filter(psutil.pid_exists, pids):
+        os.kill(pid, signal.SIGUSR1)
     time.sleep(2)
     return "\n".join(file.read_text() for file in sorted(folder.glob("stack*")))
 
