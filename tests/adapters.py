@@ -6,14 +6,12 @@ import torch
 from torch import nn
 
 
-def add_lora(family, model, name="default", seed=1):
+def add_lora(family, model, name="default", seed=1, rank=2):
     from peft import LoraConfig
 
     torch.manual_seed(seed)
-    config = LoraConfig(
-        r=2, lora_alpha=4, init_lora_weights=False, target_modules=family.lora_targets
-    )
-    model.add_adapter(config, adapter_name=name)
+    how = {"init_lora_weights": False, "target_modules": family.lora_targets}
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, **how), adapter_name=name)
 
 
 def quantize(module):

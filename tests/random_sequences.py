@@ -973,7 +973,7 @@ class Twins:
             return
         if kind == "leaf_level stream" and self.fp8:
             return
-        if target == "stream" and self.is_on_cpu:
+        if target == "stream" and self.device.type == "cpu":
             return
         folder = (
             self._exit.enter_context(tempfile.TemporaryDirectory()) if target == "disk" else None
@@ -985,10 +985,6 @@ class Twins:
         )
         self.offloading = "disk" if folder else "group" if "level" in kind else "accelerate"
         self.keeps_forwards = True
-
-    @property
-    def is_on_cpu(self):
-        return self.device.type == "cpu"
 
     @action(1, 5, lambda twins: twins.offloading in ("accelerate", "group"))
     def onload(self):

@@ -10,11 +10,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
-from changes import offload
+from adapters import add_lora
 from families import FAMILIES, KERNEL_HEADS, every_family
 from family_ltx2 import LTX23
 from fp8_models import PER_ROW, PER_TENSOR, of_fp8, products, quantize, run_and_count
-from graphs import Pair, graphs  # noqa: F401
 from injected_pairs import as_float32
 from ltx_models import either_order
 from small_models import BY_NAME, run
@@ -322,49 +321,28 @@ def test_ejection(kernel, device, family):
     assert torch.equal(run(model, arguments), expected)
 
 
-def test_copies(kernel, device):
-    model, arguments, count = prepared(LTX, device)
-    kernel.inject_kernels(model)
-    expected = run(model, arguments)
-    duplicate = copy.deepcopy(model)
-    assert torch.equal(run(duplicate, arguments), expected)
-    assert of_fp8(duplicate, arguments)["products"] == count
-    kernel.eject_kernels(duplicate)
-    assert "products" not in of_fp8(duplicate, arguments)
-    assert of_fp8(model, arguments)["products"] == count
-
-
 # --------------------------------------------------------------------------------------------------
 # What stays torchao's, or the user's
 
 
 def test_other_formats(kernel, device):
-    """Their layers get no stand-in, and run torchao's code."""
-    weight = torch.randn(32, 64, dtype=BFLOAT16, device=device)
+    """Their layers get no stand-in, and run torchao's code. A weight of one block has one scale, as one with
+    a scale for all."""
+    quantization = pytest.importorskip("torchao.quantization")
+    weight = torch.randn(128, 128, dtype=BFLOAT16, device=device)
+    blocks = quantization.PerBlock([128, 128]), quantization.PerBlock([1, 128])
     for change in (
         {"is_dynamic": False},
         {"float8_dtype": torch.float8_e5m2},
         {"hp_value_lb": 1.0},
         {"hp_value_ub": 100.0},
+        {"granularity": blocks[0], "granularity_of_input": blocks[1]},
     ):
-        layer = nn.Linear(64, 32, device=device, dtype=BFLOAT16)
+        layer = nn.Linear(128, 128, device=device, dtype=BFLOAT16)
         layer.weight = fp8_models.quantized(weight, **change)
+        assert (layer.weight.scale.shape == (1, 1)) == ("granularity" in change)
         with pytest.raises(ValueError, match="pipe_or_model must be or hold"):
             kernel.inject_kernels(layer)
-
-
-def test_blocks_of_weights(kernel, device):
-    """A weight of one block has one scale, as one with a scale for all."""
-    quantization = pytest.importorskip("torchao.quantization")
-    layer = nn.Linear(128, 128, device=device, dtype=BFLOAT16)
-    layer.weight = fp8_models.quantized(
-        layer.weight.data,
-        granularity=quantization.PerBlock([128, 128]),
-        granularity_of_input=quantization.PerBlock([1, 128]),
-    )
-    assert layer.weight.scale.shape == (1, 1)
-    with pytest.raises(ValueError, match="pipe_or_model must be or hold"):
-        kernel.inject_kernels(layer)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torchao quantizes models on a GPU")
@@ -548,17 +526,6 @@ def test_longer_rows(kernel, device):
 # Together with other libraries
 
 
-def adapted(model, adapters, family=LTX):
-    from peft import LoraConfig
-
-    for i, name in enumerate(adapters):
-        torch.manual_seed(i)
-        config = LoraConfig(
-            r=4, lora_alpha=8, init_lora_weights=False, target_modules=family.lora_targets
-        )
-        model.add_adapter(config, adapter_name=name)
-
-
 @every_family
 @either_order
 def test_lora(kernel, device, family, is_injected_first):
@@ -567,7 +534,8 @@ def test_lora(kernel, device, family, is_injected_first):
     without = run(eager(model), arguments)
     if is_injected_first:
         kernel.inject_kernels(model)
-    adapted(model, ["one", "two"], family)
+    for seed, name in enumerate(("one", "two")):
+        add_lora(family, model, name, seed, rank=4)
     kernel.inject_kernels(model)
 
     def check(expected, slack):
@@ -592,22 +560,6 @@ def test_lora(kernel, device, family, is_injected_first):
     assert torch.equal(run(model, arguments), one)
     model.unload_lora()
     assert check(without, slack - 0.01)[1] > with_adapters
-
-
-@pytest.mark.parametrize("kind", ["sequential", "model", "block_level", "leaf_level"])
-@either_order
-def test_offloading(kernel, device, kind, is_injected_first):
-    model, arguments, count = prepared(LTX, device)
-    expected = run(fp8_models.eager(model), arguments)
-    if is_injected_first:
-        kernel.inject_kernels(model)
-    offload(model, kind, device)
-    kernel.inject_kernels(model)
-    calls = of_fp8(model, arguments)
-    assert calls["products"] == count and "_scaled_mm" not in calls
-    assert_close(run(model, arguments), expected)
-    kernel.eject_kernels(model)
-    assert "products" not in of_fp8(model, arguments)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -657,34 +609,3 @@ def test_compiled_in_part(kernel, device):
     assert_close(run(compiled, arguments), expected, slack=0.15)
     # In each of two blocks, an attention without a mask runs without its processor.
     assert targets_of(counter)["products"] == 2 * 4 < count
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for emulated graphs")
-def test_emulated_graphs(graphs):  # noqa: F811
-    pair = Pair(graphs, LTX, "cpu", BFLOAT16, KERNEL_HEADS)
-    pair.both(lambda model: quantize_blocks(LTX, model.requires_grad_(False)))
-    for _ in range(4):
-        pair.call()
-    assert (pair.calls.captured, pair.calls.replayed) == (1, 2)
-    # The graph reads the weights' memory. New weights need a new graph.
-    pair.both(
-        lambda model: LTX.part(model, "linear").weight.qdata.view(torch.uint8).bitwise_xor_(128)
-    )
-    pair.call()
-    assert (pair.calls.captured, pair.calls.replayed) == (1, 3)
-    for change, captured in ((exchange, 2), (swap, 3)):
-        pair.both(change)
-        for _ in range(3):
-            pair.call()
-        assert pair.calls.captured == captured
-
-
-def exchange(model):
-    layer = LTX.part(model, "linear")
-    layer.weight = fp8_models.quantized(layer.weight.dequantize() * 2)
-
-
-def swap(model):
-    """As ``torch.nn.Module.to`` does with torchao's tensors."""
-    attention = LTX.part(model, "attention")
-    torch.utils.swap_tensors(attention.to_q.weight, attention.to_k.weight)

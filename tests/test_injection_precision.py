@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
+from adapters import add_lora
 from changes import offload
 from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, every_family
@@ -69,8 +70,7 @@ def quantize_by_hand(model, names):
 
 def assert_close(out, expected, slack):
     assert torch.isfinite(out).all()
-    distance = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert distance <= slack, distance
+    assert relative_distance(out, expected) <= slack
 
 
 def assert_explained(out, eager, plain):
@@ -588,13 +588,7 @@ def pipeline(device):
 
 
 def adapt(model, name, family=LTX, seed=0):
-    from peft import LoraConfig
-
-    torch.manual_seed(seed)
-    model.add_adapter(
-        LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=family.lora_targets),
-        adapter_name=name,
-    )
+    add_lora(family, model, name, seed, rank=4)
     model.requires_grad_(False)
 
 

@@ -66,6 +66,20 @@ def test_changes_of_weights_in_fp8(device, how):
         twins.finish()
 
 
+@pytest.mark.parametrize("how", FP8_CHANGES)
+def test_changes_of_weights_in_fp8_reach_graphs(device, how):
+    """A graph reads the memory of its weights. New weights need a new graph."""
+    with Twins("ltx", dtype="bfloat16", graphs=True, fp8=True, device=device, blocks=1) as twins:
+        twins.quantize_fp8()
+        twins.inject(graphs=True)
+        twins.forward(times=3)
+        twins.change_fp8(how=how)
+        twins.forward(times=3)
+        counts = twins.watch.check()
+        expected = (1, 4) if how.endswith("in place") else (2, 2)
+        assert (counts["captured"], counts["replayed"]) == expected
+
+
 @kinds
 def test_a_seed_gives_a_sequence(device, graphs):
     """A sequence without concurrent threads, so that calls are counted in order."""
