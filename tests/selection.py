@@ -19,6 +19,8 @@ import random
 import subprocess
 from pathlib import Path
 
+import pytest
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 PERIOD = 30
@@ -90,13 +92,14 @@ def draw(items, seed, seconds, named, is_drawn=lambda item: True):
         seed: an integer.
         seconds: the seconds of each function that takes a second or more.
         named: node ids of cases that always run.
-        is_drawn: whether an item's function is drawn from. Others run whole.
+        is_drawn: whether an item is drawn. Others run.
     """
     functions = collections.defaultdict(list)
     for item in items:
-        functions[function_of(item.nodeid)].append(item)
+        is_slow = item.get_closest_marker("slow") is not None
+        functions[function_of(item.nodeid), is_slow].append(item)
     chosen = set()
-    for name, cases in functions.items():
+    for (name, _), cases in functions.items():
         first = cases[0]
         if is_short(name, seconds) or first.get_closest_marker("whole") or not is_drawn(first):
             chosen.update(cases)
@@ -118,6 +121,7 @@ class Selection:
         if config.option.draw:
             return f"cases drawn with --seed={config.option.seed}"
 
+    @pytest.hookimpl(trylast=True)  # after -m, so that a value's only case is not left out
     def pytest_collection_modifyitems(self, config, items):
         if not config.option.draw:
             return

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,9 @@ class LineMap(Tests):
     def start(self) -> Fork:
         return Fork(lambda: pytest.main(self.options, plugins=[self]))
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True)  # after the draw
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        yield
         by_name = {
             item.nodeid: item
             for item in items
