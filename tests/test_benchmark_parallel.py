@@ -140,15 +140,6 @@ def test_published_sizes_are_divisible():
         bench_parallel.divisible(bench_parallel.ltx.TINY_SIZES[0], 5)
 
 
-def test_modes():
-    assert [str(mode) for mode in bench_parallel.parallel_modes(2)] == [
-        *("eager+ulysses2", "injected+ulysses2", "injected+ring2")
-    ]
-    assert [str(mode) for mode in bench_parallel.parallel_modes(4)][2:] == [
-        *("injected+ring2+ulysses2", "injected+ring4")
-    ]
-
-
 # ------------------------------------------------------------------------------------------------
 # Modelled collectives
 

@@ -21,14 +21,7 @@ from changes import weighted_sum
 from checks import relative_distance
 from families import FAMILIES
 from injected_pairs import assert_alike, pair
-from ltx_models import (
-    calls_of,
-    either_order,
-    inputs,
-    kernel_calls,
-    run,
-    transformer,
-)
+from ltx_models import calls_of, either_order, inputs, kernel_calls, run, transformer
 from ranks import in_ranks
 
 AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
@@ -47,14 +40,11 @@ def run_on_dtensors(model, arguments):
 
 @either_order
 def test_weights_and_activations_are_dtensors(kernel, mesh, device, is_injected_first):
-    arguments = inputs(transformer(device, **AFFINE))
-    expected = run(transformer(device, **AFFINE), arguments)
-
-    def distribute(model):
-        distribute_module(model, mesh)
-
+    plain = transformer(device, **AFFINE)
+    arguments = inputs(plain)
+    expected = run(plain, arguments)
     order = {"is_injected_first": is_injected_first}
-    model, _, _ = pair(kernel, device, distribute, **order, **AFFINE)
+    model, _, _ = pair(kernel, device, lambda m: distribute_module(m, mesh), **order, **AFFINE)
     assert isinstance(model.transformer_blocks[0].norm1.weight, DTensor)
     hidden_states = distribute_tensor(arguments["hidden_states"], mesh, [Replicate()])
     arguments["hidden_states"] = hidden_states
