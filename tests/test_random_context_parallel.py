@@ -144,6 +144,7 @@ class Sequence:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(times=2)
 @pytest.mark.parametrize(("mode", "ranks"), [(mode, ranks) for mode, (ranks, _) in MODES.items()])
 @pytest.mark.parametrize("name", NAMES)
 @in_ranks
