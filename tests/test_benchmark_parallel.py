@@ -57,7 +57,7 @@ def test_two_processes(kernel, tmp_path):
         *("--output", tmp_path / "parallel" / "only.json"),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=CHECKOUT,
-        timeout=300,
+        timeout=900,
     )
     assert process.returncode == 0, process.stderr
     result = load(tmp_path, "parallel")
