@@ -83,7 +83,7 @@ def assert_as_close(name, model, plain, device):
     small = MODELS[name]
     elements = joined(plain, small.arguments(device, BFLOAT16)).numel()
     wanted = ELEMENTS * CORRELATED.get(name, 1)
-    return assert_as_close_as_eager(
+    error = assert_as_close_as_eager(
         model,
         plain,
         lambda dtype, seed: small.arguments(device, dtype, seed),
@@ -91,6 +91,8 @@ def assert_as_close(name, model, plain, device):
         forward=joined,
         dtype=BFLOAT16,
     )
+    assert error < 0.1
+    return error
 
 
 def in_float64(model):
