@@ -75,10 +75,10 @@ def test_pages_are_current():
 
 def test_named_tests_exist(request):
     """A name is the beginning of a node id: one case, or all cases of a function. Cases are known only in
-    files that were collected as a whole."""
+    files that are collected as a whole."""
     option = request.config.option
     collected = collections.defaultdict(list)
-    for item in () if option.keyword or option.markexpr else request.session.items:
+    for item in () if option.keyword or option.markexpr or option.draw else request.session.items:
         name = item.nodeid.rpartition("/")[2]
         collected[name.partition("::")[0]].append(name)
     for test in {test for feature in TABLE.features for test in feature.tests}:
