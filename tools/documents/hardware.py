@@ -109,7 +109,7 @@ def profile(results: Path) -> str:
 def kind_of_suite(result: dict) -> str:
     """What a run of the test suite left out: by pytest's options, then files."""
     given = result["pytest_arguments"]
-    left_out = [f'all but `{a} "{b}"`' for a, b in pairwise(given) if a in ("-m", "-k")]
+    left_out = [f'all but `{a} "{b}"`' for a, b in pairwise(given) if a in ("-m", "-k", "--draw")]
     left_out += [f"`{Path(name).name}`" for name in result["left_out"]]
     return ", ".join(left_out) or "nothing"
 
