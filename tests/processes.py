@@ -3,10 +3,6 @@
 import subprocess
 import sys
 
-from conftest import CHECKOUT
-
-TOOLS = CHECKOUT / "tools"
-
 
 def run(*command, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
