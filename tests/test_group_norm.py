@@ -1,4 +1,5 @@
-"""group_norm, with an optional channel bias before it and SiLU after it."""
+"""group_norm, with an optional channel bias before it and SiLU after it, and what it has in common with
+channel_rms_norm."""
 
 import math
 
@@ -12,12 +13,18 @@ from inputs import DTYPES, MIXTURES, every_dtype, laid_out, mixed, normal, pairw
 every_memory = pytest.mark.parametrize(
     "is_last", [False, True], ids=["contiguous", "channels_last"]
 )
-every_activation = pytest.mark.parametrize("activation", ["none", "silu"])
 IS_LAST, SILU = [False, True], ["none", "silu"]
-OPTIONAL = ["weight", "bias", "channel_bias"]
-# (batch, channels, height, width) in SDXL's U-Net and its autoencoder.
-MODEL_SHAPES = [(2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 32, 32), (2, 2560, 32, 32)]
-MODEL_SHAPES += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
+NORMS = ("group_norm", "channel_rms_norm")
+every_norm = pytest.mark.parametrize("name", NORMS)
+# Each optional tensor of each norm.
+OPTIONAL = [("group_norm", key) for key in ("weight", "bias", "channel_bias")]
+OPTIONAL += [("channel_rms_norm", key) for key in ("weight", "bias", "scale", "shift")]
+# (batch, channels, height, width) in SDXL's U-Net and its autoencoder. Then in the decoders of Wan and
+# Qwen-Image, and of LTX-Video, at a quarter of a small size.
+OF_SDXL = [(2, 320, 128, 128), (2, 640, 64, 64), (2, 1280, 32, 32), (2, 2560, 32, 32)]
+OF_SDXL += [(2, 1920, 64, 64), (2, 512, 64, 64), (1, 128, 256, 256)]
+OF_DECODERS = [(1, 96, 4, 120, 208), (1, 192, 2, 120, 208), (1, 384, 1, 60, 104)]
+OF_DECODERS += [(1, 96, 256, 256), (2, 128, 9, 32, 48), (1, 512, 5, 16, 24), (1, 1024, 3, 8, 12)]
 # Channels and groups: 10, 4, 10, 40, 60, 80 channels per group, one group, one channel per group, odd ones.
 GROUPS = [(30, 3), (32, 8), (320, 32), (1280, 32), (1920, 32), (2560, 32), (64, 1), (64, 64)]
 GROUPS += [(5, 5), (7, 1), (6, 2), (21, 7), (2000, 2)]
@@ -40,27 +47,47 @@ def parameters(channels, dtype, device, layout="contiguous"):
     }
 
 
-def everything(x, dtype=None, layout="contiguous"):
-    """All optional arguments of a call with x."""
+def everything(name, x, dtype=None, layout="contiguous"):
+    """All optional tensors of a call with x."""
+    batch, channels = x.shape[:2]
     dtype = dtype or x.dtype
-    added = normal(*x.shape[:2], dtype=dtype, device=x.device, layout=layout, std=0.3)
-    return {**parameters(x.shape[1], dtype, x.device, layout), "channel_bias": added}
+    given = parameters(channels, dtype, x.device, layout)
+    names, std = (("channel_bias",), 0.3) if name == "group_norm" else (("scale", "shift"), 1)
+    options = {"dtype": dtype, "device": x.device, "layout": layout, "std": std}
+    return given | {key: normal(batch, channels, **options) for key in names}
 
 
-def check_group_norm(kernel, x, groups, is_last, **options):
+def of_groups(name, groups):
+    """The arguments after x."""
+    return (groups,) if name == "group_norm" else ()
+
+
+def check_norm(kernel, name, x, groups, is_last, **options):
     # Pixels that are one apart, or a channel that is, are contiguous.
     is_last = is_last and x.shape[1] > 1 and math.prod(x.shape[2:]) > 1
-    return check(kernel, "group_norm", x, groups, is_channels_last=is_last, **options)
+    return check(kernel, name, x, *of_groups(name, groups), is_channels_last=is_last, **options)
+
+
+def check_group_norm(kernel, *args, **options):
+    return check_norm(kernel, "group_norm", *args, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*(("group_norm", s) for s in OF_SDXL), *(("channel_rms_norm", s) for s in OF_DECODERS)],
+    ids=str,
+)
 @every_memory
 @every_dtype
-def test_shapes_of_models(kernel, device, shape, is_last, dtype):
+def test_shapes_of_models(kernel, device, name, shape, is_last, dtype):
     shape = shape if device == "cuda" else (1, *shape[1:])
     x = laid_out(normal(*shape, dtype=dtype, device=device), is_last)
-    check_group_norm(kernel, x, 32, is_last, **everything(x), activation="silu")
+    given = everything(name, x)
+    apart = [("weight",), ("scale", "shift")] if name == "channel_rms_norm" else [given]
+    for keys in apart:
+        part = {key: given[key] for key in keys}
+        check_norm(kernel, name, x, 32, is_last, **part, activation="silu")
 
 
 @pairwise(size=GROUPS, pixels=PIXELS, is_last=IS_LAST, dtype=DTYPES, activation=[None, *SILU])
@@ -69,7 +96,7 @@ def test_groups_and_pixels(kernel, device, size, pixels, is_last, dtype, activat
     channels, groups = size
     batch = 1 if channels * pixels > 2**21 else 3
     x = laid_out(spread((batch, channels, pixels), groups, dtype, device), is_last)
-    options = {**everything(x), "activation": activation} if activation else {}
+    options = {**everything("group_norm", x), "activation": activation} if activation else {}
     check_group_norm(kernel, x, groups, is_last, **options)
 
 
@@ -89,23 +116,31 @@ def test_expanded_channels(kernel, device, is_last, dtype):
     x = spread((2, 1, 40), 1, dtype, device)
     check_group_norm(kernel, x.expand(2, 8, 40), 2, False, **parameters(8, dtype, device))
     x = laid_out(spread((1, 8, 40), 2, dtype, device), is_last).expand(3, 8, 40)
-    check_group_norm(kernel, x, 2, is_last, **everything(x))
+    check_group_norm(kernel, x, 2, is_last, **everything("group_norm", x))
     x = spread((3, 8), 2, dtype, device).as_strided((3, 8, 1, 1), (8, 1, 5, 3))
-    check_group_norm(kernel, x, 2, is_last, **everything(x))
+    check_group_norm(kernel, x, 2, is_last, **everything("group_norm", x))
 
 
+@every_norm
 @every_memory
 @every_dtype
-def test_strided_channel_bias(kernel, device, is_last, dtype):
-    """A slice of a projected time embedding, and one shared by the batch."""
-    x = laid_out(spread((3, 24, 5, 7), 3, dtype, device), is_last)
+def test_strided_modulation(kernel, device, name, is_last, dtype):
+    """Slices of a projected time embedding, and one shared by the batch."""
+    x = laid_out(spread((3, 24, 2, 5, 8), 3, dtype, device), is_last)
     embedding = normal(3, 72, dtype=dtype, device=device, std=0.3)
-    for added in (embedding[:, 24:48], embedding[:, 1:25], embedding[:1, :24].expand(3, 24)):
-        check_group_norm(kernel, x, 3, is_last, channel_bias=added)
+    one, other, shared = embedding[:, 24:48], embedding[:, 1:25], embedding[:1, :24].expand(3, 24)
+    if name == "group_norm":
+        calls = [{"channel_bias": part} for part in (one, other, shared)]
+    else:
+        rows = normal(3, 4, 24, dtype=dtype, device=device).unbind(1)
+        pairs = [rows[1:3], (one, other), (shared, None), (None, shared)]
+        calls = [{"scale": scale, "shift": shift} for scale, shift in pairs]
+    for given in calls:
+        check_norm(kernel, name, x, 3, is_last, **given)
 
 
 @pairwise(
-    given=[*OPTIONAL, *MIXTURES],
+    call=[*OPTIONAL, *((name, mixture) for name in NORMS for mixture in MIXTURES)],
     channels=[24, 30],
     layout=["contiguous", "misaligned"],
     is_last=IS_LAST,
@@ -113,17 +148,18 @@ def test_strided_channel_bias(kernel, device, is_last, dtype):
     dtype=DTYPES,
 )
 def test_each_optional_alone_and_float32(
-    kernel, device, given, channels, layout, is_last, activation, dtype
+    kernel, device, call, channels, layout, is_last, activation, dtype
 ):
     """One of them or all; those in the mixture are float32 while x is 16-bit."""
-    x = laid_out(spread((3, channels, 20, 20), 6, dtype, device), is_last)
-    options = everything(x, torch.float32, layout)
+    name, given = call
+    x = laid_out(spread((3, channels, 20, 24), 6, dtype, device), is_last)
+    options = everything(name, x, torch.float32, layout)
     if given in MIXTURES:
         options = mixed(given, options, dtype)
     else:
         options = {given: options[given]}
-        check_group_norm(kernel, x, 6, is_last, **{given: options[given].to(dtype)})
-    check_group_norm(kernel, x, 6, is_last, **options, activation=activation)
+        check_norm(kernel, name, x, 6, is_last, **{given: options[given].to(dtype)})
+    check_norm(kernel, name, x, 6, is_last, **options, activation=activation)
 
 
 @pairwise(size=[(320, 32, 4096), (64, 32, 64), (30, 3, 255)], is_last=IS_LAST, dtype=DTYPES)
@@ -136,18 +172,22 @@ def test_values_far_from_zero(kernel, device, size, is_last, dtype):
     x = laid_out(x, is_last)
     check_group_norm(kernel, x, groups, is_last, activation="silu")
     # The sum with a bias is rounded to float32.
-    check_group_norm(kernel, x, groups, is_last, **everything(x), slack=4e-7 * mean)
+    check_group_norm(kernel, x, groups, is_last, **everything("group_norm", x), slack=4e-7 * mean)
 
 
-@pairwise(factor=[30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)
-def test_channels_far_from_the_others(kernel, device, factor, is_last, dtype):
-    """As in trained models, a few channels have by far the largest values or means."""
+@pairwise(name=NORMS, factor=[0.01, 30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)
+def test_channels_far_from_the_others(kernel, device, name, factor, is_last, dtype):
+    """As in trained models, a few channels have by far the largest values or means, and positions differ."""
     x = normal(2, 320, 32, 32, dtype=torch.float32, device=device)
     x[:, 3] *= factor
     x[:, 97] += factor
     x[1, 319] -= factor
+    if name == "channel_rms_norm":
+        x *= torch.logspace(-2, 1, 32, device=device)
     x = laid_out(x.to(dtype), is_last)
-    check_group_norm(kernel, x, 32, is_last, **parameters(320, dtype, device), activation="silu")
+    given = everything(name, x)
+    given.pop("channel_bias", None)
+    check_norm(kernel, name, x, 32, is_last, **given, activation="silu")
 
 
 @pairwise(pixels=[1, 7, 4096], is_last=IS_LAST, dtype=DTYPES)
@@ -158,15 +198,16 @@ def test_groups_of_one_value(kernel, device, pixels, is_last, dtype):
     assert_rounded_once(out, of_channels["bias"].double()[:, None].expand(5, 24, pixels))
 
 
-@pairwise(given=OPTIONAL, is_last=IS_LAST, activation=SILU, dtype=DTYPES)
-def test_nonfinite_parameters(kernel, device, given, is_last, activation, dtype):
+@pairwise(call=OPTIONAL, is_last=IS_LAST, activation=SILU, dtype=DTYPES)
+def test_nonfinite_parameters(kernel, device, call, is_last, activation, dtype):
+    name, given = call
     x = laid_out(normal(2, 24, 5, 7, dtype=dtype, device=device), is_last)
-    options = everything(x)
+    options = everything(name, x)
     options[given][..., 3] = math.nan
-    if given != "weight":
+    if call != ("group_norm", "weight"):
         options[given][..., 9] = math.inf
         options[given][..., -1] = -math.inf
-    check_nonfinite(kernel, "group_norm", x, 6, **options, activation=activation)
+    check_nonfinite(kernel, name, x, *of_groups(name, 6), **options, activation=activation)
 
 
 @every_memory
