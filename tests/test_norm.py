@@ -113,26 +113,7 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
 
 
 PARTS = ("addend", "x_norm", "tanh_gate")
-
-
-@pairwise(
-    name=BRANCH_OPERATIONS,
-    hidden=[size for size in SIZES if size <= 20480],
-    dtype=DTYPES,
-    parts=[PARTS[:1], PARTS[1:2], PARTS[2:], PARTS[:2], PARTS[1:], PARTS],
-    table=[False, True],
-    form=["B1D", "BSD", "BSD_table", "different"],
-    mixture=[None, *MIXTURES],
-    given=CHOICES,
-)
-def test_branches(kernel, device, name, hidden, dtype, parts, table, form, mixture, given):
-    """Residuals of a normalized branch, of a sum of two, and with tanh of the gate."""
-    shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
-    mixture = None if dtype == torch.float32 else mixture
-    arguments = row_call(name, shape, dtype, device, form=form, mixture=mixture, given=given)
-    arguments = with_branch(arguments, parts, given != "none")
-    arguments = with_table(arguments) if table else arguments
-    check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
+TABLES = ("scale", "shift", "gate")
 
 
 @pairwise(
@@ -140,41 +121,31 @@ def test_branches(kernel, device, name, hidden, dtype, parts, table, form, mixtu
     hidden=[size for size in SIZES if size <= 20480],
     dtype=DTYPES,
     layout=LAYOUTS,
+    parts=[(), PARTS[:1], PARTS[1:2], PARTS[2:], PARTS[:2], PARTS[1:], PARTS],
+    tables=[
+        None,
+        "rows",
+        *((rows, is_shared) for rows in (1, 2, 7) for is_shared in (False, True)),
+    ],
     form=["B1D", "BSD", "BSD_table", "different"],
     mixture=[None, *MIXTURES],
     given=CHOICES,
 )
-def test_table_rows(kernel, device, name, hidden, dtype, layout, form, mixture, given):
-    """A modulation that is a table's row plus an embedding of each sample or token."""
+def test_branches_and_tables(
+    kernel, device, name, hidden, dtype, layout, parts, tables, form, mixture, given
+):
+    """Residuals of a normalized branch, of a sum of two, and with tanh of the gate. A modulation is also a
+    table's row plus an embedding, or each token chooses its row of a table."""
     shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
     mixture = None if dtype == torch.float32 else mixture
     choice = {"layout": layout, "form": form, "mixture": mixture, "given": given}
-    arguments = with_table(row_call(name, shape, dtype, device, **choice))
-    check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
-
-
-@pairwise(
-    name=TABLE_OPERATIONS,
-    hidden=[size for size in SIZES if size <= 20480],
-    dtype=DTYPES,
-    layout=LAYOUTS,
-    rows=[1, 2, 7],
-    is_shared=[False, True],
-    parts=[(), PARTS],
-    mixture=[None, *MIXTURES],
-    given=CHOICES,
-)
-def test_index(kernel, device, name, hidden, dtype, layout, rows, is_shared, parts, mixture, given):
-    """Each token chooses its scale, shift and gate from tables."""
-    shape = (2, 3 if hidden <= SMALL else rows_of(hidden, dtype) // 2, hidden)
-    mixture = None if dtype == torch.float32 else mixture
-    choice = {"layout": layout, "mixture": mixture, "given": given}
     arguments = row_call(name, shape, dtype, device, **choice)
     if "residual" in arguments:
         arguments = with_branch(arguments, parts, given != "none")
-    arguments = with_index(arguments, rows, is_shared)
-    if all(arguments.get(key) is None for key in ("scale", "shift", "gate")):
-        del arguments["index"]
+    if tables == "rows":
+        arguments = with_table(arguments)
+    elif tables and any(arguments.get(key) is not None for key in TABLES):
+        arguments = with_index(arguments, *tables)
     check_rows(kernel, name, arguments, slack=FLOAT32_ARITHMETIC * 4, contract=hidden > SMALL)
 
 
@@ -186,7 +157,7 @@ def test_index_outside_of_the_table(kernel, device, name, hidden, dtype, is_stri
     index = index.to(torch.int32).to(device)
     if is_strided:
         index = torch.stack([index, index + 1], dim=2)[..., 0]
-        for key in ("scale", "shift", "gate"):
+        for key in TABLES:
             if key in arguments:
                 arguments[key] = arguments[key].repeat(1, 2)[:, :hidden]
     function = getattr(kernel, name)
