@@ -67,63 +67,41 @@ def value_text(value):
     return value.__name__ if callable(value) else str(value).replace(" ", "")
 
 
-# Storage outside a view's elements holds NaN, so that reads beyond a row affect the result.
-def _buffer(shape, like):
-    return torch.full(shape, math.nan, dtype=like.dtype, device=like.device)
-
-
-def _filled(view, values):
-    view.copy_(values)
-    return view
-
-
-def _contiguous(values):
-    return values.contiguous()
-
-
-def _unbind(values):
-    """One of three tensors interleaved just before the last dimension, as `unbind` leaves them."""
-    buffer = _buffer((*values.shape[:-1], 3, values.shape[-1]), values)
-    return _filled(buffer.unbind(-2)[1], values)
-
-
-def _chunk(values):
-    """The middle third of the last dimension: query, key or value of a packed projection."""
-    buffer = _buffer((*values.shape[:-1], 3 * values.shape[-1]), values)
-    return _filled(buffer.chunk(3, dim=-1)[1], values)
+def _in_buffer(shape, view, values):
+    """The values in a view of a buffer. Its other elements are NaN, so that reads beyond a row matter."""
+    buffer = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)
+    return view(buffer).copy_(values)
 
 
 def _transposed(values):
-    """The leading dimensions in reverse order in memory."""
-    leading = range(values.dim() - 1)
-    buffer = _buffer((*reversed(values.shape[:-1]), values.shape[-1]), values)
-    return _filled(buffer.permute(*reversed(leading), values.dim() - 1), values)
-
-
-def _expanded(values):
-    """Stride 0 in the first dimension, unless it is the last. The values are those of the first index."""
-    return values[:1].contiguous().expand_as(values) if values.dim() > 1 else values
-
-
-def _misaligned(values):
-    """Contiguous, one element past an aligned address."""
-    buffer = _buffer((values.numel() + 1,), values)
-    return _filled(buffer[1:].view(values.shape), values)
+    *leading, last = values.shape
+    order = *reversed(range(len(leading))), len(leading)
+    return _in_buffer((*reversed(leading), last), lambda buffer: buffer.permute(order), values)
 
 
 def _odd_rows(values):
-    """Rows an odd number of elements apart, so that their alignments differ."""
-    buffer = _buffer((*values.shape[:-1], values.shape[-1] // 2 * 2 + 3), values)
-    return _filled(buffer[..., 1 : 1 + values.shape[-1]], values)
+    *leading, last = values.shape
+    size = *leading, last // 2 * 2 + 3
+    return _in_buffer(size, lambda buffer: buffer[..., 1 : 1 + last], values)
 
 
 LAYOUTS = {
-    "contiguous": _contiguous,
-    "unbind": _unbind,
-    "chunk": _chunk,
+    "contiguous": lambda x: x.contiguous(),
+    # One of three tensors interleaved just before the last dimension, as `unbind` leaves them.
+    "unbind": lambda x: _in_buffer(
+        (*x.shape[:-1], 3, x.shape[-1]), lambda buffer: buffer.unbind(-2)[1], x
+    ),
+    # The middle third of the last dimension: query, key or value of a packed projection.
+    "chunk": lambda x: _in_buffer(
+        (*x.shape[:-1], 3 * x.shape[-1]), lambda buffer: buffer.chunk(3, dim=-1)[1], x
+    ),
+    # The leading dimensions in reverse order in memory.
     "transposed": _transposed,
-    "expanded": _expanded,
-    "misaligned": _misaligned,
+    # Stride 0 in the first dimension, unless it is the last. The values are those of the first index.
+    "expanded": lambda x: x[:1].contiguous().expand_as(x) if x.dim() > 1 else x,
+    # Contiguous, one element past an aligned address.
+    "misaligned": lambda x: _in_buffer((x.numel() + 1,), lambda b: b[1:].view(x.shape), x),
+    # Rows an odd number of elements apart, so that their alignments differ.
     "odd_rows": _odd_rows,
 }
 STRIDED_LAYOUTS = [name for name in LAYOUTS if name != "contiguous"]
@@ -183,26 +161,19 @@ def rotary_tables(*shape, dtype, device):
     return angles[0].cos().to(dtype), angles[1].sin().to(dtype)
 
 
-# Accepted shapes of a rotation's cos and sin.
-TABLE_SHAPES = {
-    "S_d": lambda batch, seq, heads, dim: (seq, dim),
-    "S_Hd": lambda batch, seq, heads, dim: (seq, heads * dim),
-    "1_S_d": lambda batch, seq, heads, dim: (1, seq, dim),
-    "B_S_d": lambda batch, seq, heads, dim: (batch, seq, dim),
-    "1_S_Hd": lambda batch, seq, heads, dim: (1, seq, heads * dim),
-    "B_S_Hd": lambda batch, seq, heads, dim: (batch, seq, heads * dim),
-    "1_S_1_d": lambda batch, seq, heads, dim: (1, seq, 1, dim),
-    "B_S_1_d": lambda batch, seq, heads, dim: (batch, seq, 1, dim),
-    "1_S_H_d": lambda batch, seq, heads, dim: (1, seq, heads, dim),
-    "B_S_H_d": lambda batch, seq, heads, dim: (batch, seq, heads, dim),
-}
+def _table_shape(form):
+    def shape(batch, seq, heads, dim):
+        sizes = {"1": 1, "B": batch, "S": seq, "H": heads, "d": dim, "p": dim // 2}
+        return tuple(math.prod(sizes[letter] for letter in part) for part in form.split("_"))
 
-# The same for tables with one value per pair.
-PAIR_TABLE_SHAPES = {
-    name.replace("d", "p"): lambda *shape, table=table: (*table(*shape)[:-1], shape[-1] // 2)
-    for name, table in TABLE_SHAPES.items()
-    if not name.endswith("Hd")
-}
+    return shape
+
+
+# Accepted shapes of a rotation's cos and sin, and of those with one value per pair.
+TABLE_SHAPES = ["S_d", "S_Hd", "1_S_d", "B_S_d", "1_S_Hd", "B_S_Hd", "1_S_1_d", "B_S_1_d"]
+TABLE_SHAPES = {form: _table_shape(form) for form in (*TABLE_SHAPES, "1_S_H_d", "B_S_H_d")}
+PAIR_TABLE_SHAPES = [form.replace("d", "p") for form in TABLE_SHAPES if not form.endswith("Hd")]
+PAIR_TABLE_SHAPES = {form: _table_shape(form) for form in PAIR_TABLE_SHAPES}
 
 GRID_AXES = ("frame", "height", "width")
 
@@ -232,15 +203,15 @@ def heads_of(shape, dtype, device, *, has_head_dim=True, layout="contiguous"):
 def packed_projection(form, shape, dtype, device):
     """Query, key and value as views of one tensor."""
     batch, seq, heads, head_dim = shape
+    options = {"dtype": dtype, "device": device}
     if form == "chunk":
-        return normal(batch, seq, 3 * heads * head_dim, dtype=dtype, device=device).chunk(3, -1)
+        return normal(batch, seq, 3 * heads * head_dim, **options).chunk(3, -1)
     if form == "unbind":
-        return normal(batch, seq, 3, heads, head_dim, dtype=dtype, device=device).unbind(2)
+        return normal(batch, seq, 3, heads, head_dim, **options).unbind(2)
     if form == "interleaved_heads":
-        return normal(batch, seq, heads, 3 * head_dim, dtype=dtype, device=device).chunk(3, -1)
+        return normal(batch, seq, heads, 3 * head_dim, **options).chunk(3, -1)
     assert form == "heads_first"
-    packed = normal(3, batch, heads, seq, head_dim, dtype=dtype, device=device)
-    return packed.transpose(2, 3).unbind(0)
+    return normal(3, batch, heads, seq, head_dim, **options).transpose(2, 3).unbind(0)
 
 
 PACKED_FORMS = ["chunk", "unbind", "interleaved_heads", "heads_first"]
@@ -314,7 +285,7 @@ class Operation:
 PAIR_LAYOUTS = ("interleaved", "half")
 NORM_SCOPES = ("across_heads", "per_head", "layer_per_head", "none")
 _APPROXIMATE, _ACTIVATED = ("approximate", ("none", "tanh")), ("activated", ("second", "first"))
-_AFFINE, _MODULATION = ("weight", "bias"), ("scale", "shift")
+_AFFINE, _MODULATION, _SUM = ("weight", "bias"), ("scale", "shift"), ("residual", "x")
 _PAIR = (*_MODULATION, "second_scale", "second_shift")
 _LAYOUT, _ACTIVATION = ("layout", PAIR_LAYOUTS), ("activation", ("none", "silu"))
 TABLE = {
@@ -323,16 +294,10 @@ TABLE = {
     "rms_norm_modulate": Operation(("x",), _MODULATION, ("weight",)),
     "layer_norm_modulate": Operation(("x",), _MODULATION, _AFFINE),
     "layer_norm_modulate_pair": Operation(("x",), _PAIR, _AFFINE),
-    "gated_residual": Operation(("residual", "x"), ("gate",)),
-    "gated_residual_rms_norm_modulate": Operation(
-        ("residual", "x"), ("gate", *_MODULATION), ("weight",)
-    ),
-    "gated_residual_layer_norm_modulate": Operation(
-        ("residual", "x"), ("gate", *_MODULATION), _AFFINE
-    ),
-    "gated_residual_layer_norm_modulate_pair": Operation(
-        ("residual", "x"), ("gate", *_PAIR), _AFFINE
-    ),
+    "gated_residual": Operation(_SUM, ("gate",)),
+    "gated_residual_rms_norm_modulate": Operation(_SUM, ("gate", *_MODULATION), ("weight",)),
+    "gated_residual_layer_norm_modulate": Operation(_SUM, ("gate", *_MODULATION), _AFFINE),
+    "gated_residual_layer_norm_modulate_pair": Operation(_SUM, ("gate", *_PAIR), _AFFINE),
     "group_norm": Operation(strings=(_ACTIVATION,)),
     "channel_rms_norm": Operation(strings=(_ACTIVATION,)),
     "qk_norm_rope": Operation(strings=(("norm", NORM_SCOPES), _LAYOUT)),
@@ -534,9 +499,8 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         x = tensor(*shape, layout=layout).unflatten(2, (heads, -1))
         half, third = hidden // heads // 2, hidden // heads // 6
         grid = (2, 2, seq // 4) if seq % 4 == 0 else (1, seq, 1)
-        tables = grid_tables(
-            grid, (half - 2 * third, third, third), dtype=torch.float32, device=device
-        )
+        pairs = half - 2 * third, third, third
+        tables = grid_tables(grid, pairs, dtype=torch.float32, device=device)
         return kernel.rope_3d, {"x": x, **tables, "layout": "interleaved"}
     if name in (*QK_OPERATIONS, OF_LAYER_NORM):
         arguments = {key: tensor(*shape, layout=layout) for key in ("q", "k")}
@@ -673,11 +637,8 @@ def without_optional(name, arguments):
 def out_for(function, arguments, layout="odd_rows"):
     """Tensors for the results of the call, which hold NaN."""
     results = function(**arguments)
-    outs = [
-        LAYOUTS[layout](torch.full_like(result, math.nan))
-        for result in ([results] if isinstance(results, torch.Tensor) else results)
-    ]
-    return outs[0] if isinstance(results, torch.Tensor) else tuple(outs)
+    outs = tuple(LAYOUTS[layout](torch.full_like(out, math.nan)) for out in as_tuple(results))
+    return outs[0] if isinstance(results, torch.Tensor) else outs
 
 
 def writing_call(kernel, name, *, out_layout="odd_rows", in_place=False, values=True, **options):
