@@ -198,6 +198,7 @@ def wrong_dtypes(operations, argument, *dtypes):
 
 def of_any_tensor(name, argument):
     """Mistakes of every tensor except the first."""
+    wrong_dtypes(name, argument, torch.float64, torch.float16, torch.int64)
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
     if (name, argument) != ("attention", "gate"):  # which has one value a head, and any strides
@@ -225,7 +226,6 @@ for name, (leader, *followers) in ARGUMENTS.items():
     operation, columns = TABLE[operation_of(name)], 2 * HIDDEN if name in GATED else HIDDEN
     for argument in followers:
         of_any_tensor(name, argument)
-        wrong_dtypes(name, argument, torch.float64, torch.float16, torch.int64)
         if argument in (*operation.vectors, "q_weight", "k_weight"):
             wrong_shapes(name, argument, (columns + 1,), (1, columns), ())
         if argument in operation.modulations:
@@ -243,10 +243,7 @@ for name, (leader, *followers) in ARGUMENTS.items():
 for name in BRANCH_OPERATIONS:
     call = name + BRANCH
     for argument in ("addend", "x_weight"):
-        mistake(call, argument, "device", "", replace(argument, other_device), is_device=True)
-        mistake(call, argument, "stride", "stride 2", replace(argument, every_second))
-        mistake(call, argument, "list", "list", replace(argument, as_list))
-        wrong_dtypes(call, argument, torch.float64, torch.float16, torch.int64)
+        of_any_tensor(call, argument)
     wide, longer_rows = (BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN)
     wrong_shapes(call, "addend", wide, longer_rows, (SEQ, HIDDEN), (HIDDEN,))
     wrong_shapes(call, "x_weight", (HIDDEN + 1,), (1, HIDDEN), ())
@@ -350,11 +347,7 @@ for name in QK_OPERATIONS:
     mistake(name, "out", "of_None", "", all_of(with_outputs, replace("q_out", lambda _: None)))
     mistake(name, "v", "list", "list", lambda a: (with_outputs(a, 3), with_values(a, [1.0])))
 for argument in ("q_bias", "k_bias"):
-    device = replace(argument, other_device)
-    mistake(OF_LAYER_NORM, argument, "device", "", device, is_device=True)
-    mistake(OF_LAYER_NORM, argument, "stride", "stride 2", replace(argument, every_second))
-    mistake(OF_LAYER_NORM, argument, "list", "list", replace(argument, as_list))
-    wrong_dtypes(OF_LAYER_NORM, argument, torch.float64, torch.float16, torch.int64)
+    of_any_tensor(OF_LAYER_NORM, argument)
     wrong_shapes(OF_LAYER_NORM, argument, (HEAD_DIM + 1,), (1, HEAD_DIM), ())
 wrong_values("qk_norm_rope", "out", torch.ones(2), "q", got="")
 for got, change in {
@@ -445,13 +438,8 @@ for axis in GRID_AXES:
         ("no_positions", lambda t: t[:0], str(SEQ)),
         ("no_pairs", lambda t: t[:, :0], str(HEAD_DIM)),
     ):
-        mistake(
-            "rope_3d",
-            "x",
-            f"{axis}_{what}",
-            got,
-            all_of(replace(cos, change), replace(sin, change)),
-        )
+        of_both = all_of(replace(cos, change), replace(sin, change))
+        mistake("rope_3d", "x", f"{axis}_{what}", got, of_both)
         mistake("rope_3d", sin, what, "", replace(sin, change))
     for argument in (cos, sin):
         wrong_shapes("rope_3d", argument, (), (8,), (1, 2, 8), (1, 2, 2, 8))
@@ -463,16 +451,27 @@ for axis in GRID_AXES:
 # group_norm: x is (BATCH, SEQ, HIDDEN), with SEQ channels.
 
 wrong_shapes("group_norm", "x", (SEQ,))
-for what, change in {
-    "rows_apart": lambda t: longer(t.unflatten(2, (-1, 16)))[..., :-1],
-    "frames_apart": lambda t: longer_at(3)(t.unflatten(2, (4, -1, 16)))[:, :, :, :-1],
+OF_IMAGES = {
     "transposed": lambda t: t.unflatten(2, (-1, 16)).mT,
     "pixels_apart": every_second,
     "channels_last_apart": lambda t: every_second(t.mT.contiguous()).mT,
     "expanded_pixels": lambda t: t[:, :, :1].expand(BATCH, SEQ, HIDDEN),
-}.items():
-    strides = shape_text(*change(torch.empty(SHAPE)).stride())
-    mistake("group_norm", "x", what, strides, replace("x", change))
+}
+
+
+def rows_and_frames_apart(tensor):
+    return longer_at(3)(longer(tensor.unflatten(2, (4, -1, 8))))[:, :, :, :-1, :-1]
+
+
+of_pictures = {
+    "rows_apart": lambda t: longer(t.unflatten(2, (-1, 16)))[..., :-1],
+    "frames_apart": lambda t: longer_at(3)(t.unflatten(2, (4, -1, 16)))[:, :, :, :-1],
+}
+of_videos = {"rows_and_frames_apart": rows_and_frames_apart}
+for name, own in (("group_norm", of_pictures), ("channel_rms_norm", of_videos)):
+    for what, change in {**own, **OF_IMAGES}.items():
+        strides = shape_text(*change(torch.empty(SHAPE)).stride())
+        mistake(name, "x", what, strides, replace("x", change))
 counts = (0, -4, 3, 2 * SEQ, True, "4", None, 4.0, 2**63, 2**70, -(2**70))
 wrong_values("group_norm", "num_groups", *counts)
 of_images = [(SEQ,), (1, SEQ), (BATCH, 1), (BATCH + 1, SEQ), (BATCH, SEQ, 1), (BATCH, HIDDEN), ()]
@@ -484,17 +483,6 @@ for name in ("group_norm", "channel_rms_norm"):
 # channel_rms_norm: likewise. A video may have a gap between two of its spatial dimensions.
 
 wrong_shapes("channel_rms_norm", "x", (SEQ,), (BATCH, SEQ))
-for what, change in {
-    "rows_and_frames_apart": lambda t: longer_at(3)(longer(t.unflatten(2, (4, -1, 8))))[
-        :, :, :, :-1, :-1
-    ],
-    "transposed": lambda t: t.unflatten(2, (-1, 16)).mT,
-    "pixels_apart": every_second,
-    "channels_last_apart": lambda t: every_second(t.mT.contiguous()).mT,
-    "expanded_pixels": lambda t: t[:, :, :1].expand(BATCH, SEQ, HIDDEN),
-}.items():
-    strides = shape_text(*change(torch.empty(SHAPE)).stride())
-    mistake("channel_rms_norm", "x", what, strides, replace("x", change))
 for argument in ("scale", "shift"):
     wrong_shapes("channel_rms_norm", argument, *of_images)
 
@@ -659,17 +647,12 @@ SCALARS = [
     for argument, parameter in parameters_of(operation).items()
     if not is_tensor(parameter) and argument not in ("out",)
 ]
+A_ROPE = "None, a pair (cos, sin) of tensors, a complex tensor or a CoordinateRope"
 ACCEPTED_TYPES = {
-    "eps": "a number",
-    "x_eps": "a number",
-    "tanh_gate": "True or False",
-    "return_lse": "True or False",
-    "scale": "a number",
-    "heads": "an integer",
-    "num_groups": "an integer",
-    "inplace": "True or False",
-    "rope": "None, a pair (cos, sin) of tensors, a complex tensor or a CoordinateRope",
-    "k_rope": "None, a pair (cos, sin) of tensors, a complex tensor or a CoordinateRope",
+    **dict.fromkeys(("eps", "x_eps", "scale"), "a number"),
+    **dict.fromkeys(("heads", "num_groups"), "an integer"),
+    **dict.fromkeys(("tanh_gate", "return_lse", "inplace"), "True or False"),
+    **dict.fromkeys(("rope", "k_rope"), A_ROPE),
     "out": "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors",
 }
 
@@ -824,13 +807,8 @@ def test_a_gpu_of_another_compute_capability(kernel, device, tmp_path, operation
         "from conftest import load_kernel; import torch\n"
         f"load_kernel().{operation}(torch.ones(2, 8, device='cuda'))"
     )
-    process = run(
-        sys.executable,
-        "-c",
-        code,
-        cwd=CHECKOUT / "tests",
-        env={**os.environ, "LD_PRELOAD": str(library)},
-    )
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    process = run(sys.executable, "-c", code, cwd=CHECKOUT / "tests", env=environment)
     assert process.returncode != 0
     text = "x must be on a GPU of compute capability 9.0, got cuda:0 of compute capability 8.6"
     assert f"ValueError: {operation}: {text}" in process.stderr
@@ -943,35 +921,21 @@ limit(
 )
 
 ELEMENTS_OF_HEAD = "must have a head_dim of at most 2147483647, got {}"
-limit(
-    "rope",
-    f"x {ELEMENTS_OF_HEAD}",
-    lambda n: {"x": unwritten(1, 1, 1, n), "cos": unwritten(1, n), "sin": unwritten(1, n)},
-)
-limit(
-    "rope_3d",
-    f"x {ELEMENTS_OF_HEAD}",
-    lambda n: {
-        "x": unwritten(1, 1, 1, n),
-        **{f"frame_{key}": unwritten(1, n // 2) for key in ("cos", "sin")},
-        **{f"{axis}_{key}": unwritten(1, 0) for axis in GRID_AXES[1:] for key in ("cos", "sin")},
-    },
-)
-limit(
-    "qk_norm_rope",
-    f"q {ELEMENTS_OF_HEAD}",
-    lambda n: {
-        "q": unwritten(1, 1, 1, n),
-        "k": unwritten(1, 1, 1, n),
-        "cos": unwritten(1, n),
-        "sin": unwritten(1, n),
-    },
-)
-limit(
-    "qk_norm_coordinate_rope",
-    f"q {ELEMENTS_OF_HEAD}",
-    lambda n: dict.fromkeys(("q", "k"), unwritten(1, 1, 1, n)),
-)
+
+
+def of_huge_heads(n, names, tables=("cos", "sin")):
+    return {**dict.fromkeys(names, unwritten(1, 1, 1, n)), **dict.fromkeys(tables, unwritten(1, n))}
+
+
+def of_huge_grid(n):
+    sizes = dict.fromkeys(AXIS_FIELDS, 0) | dict.fromkeys(("frame_cos", "frame_sin"), n // 2)
+    return {"x": unwritten(1, 1, 1, n), **{key: unwritten(1, size) for key, size in sizes.items()}}
+
+
+limit("rope", f"x {ELEMENTS_OF_HEAD}", lambda n: of_huge_heads(n, ["x"]))
+limit("rope_3d", f"x {ELEMENTS_OF_HEAD}", of_huge_grid)
+limit("qk_norm_rope", f"q {ELEMENTS_OF_HEAD}", lambda n: of_huge_heads(n, "qk"))
+limit("qk_norm_coordinate_rope", f"q {ELEMENTS_OF_HEAD}", lambda n: of_huge_heads(n, "qk", ()))
 
 QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
 limit(
