@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import diffusers
 import torch
 from torch.utils import _pytree as pytree
 
@@ -19,19 +20,43 @@ TWO_STREAM_OPTIONS = {
     "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
     "one token of text": {"text_length": 1},
 }
-# Common paths of their parts, and the linear layers of their attention.
+# The linear layers of attention and of a feed-forward, for peft.
+ATTENTION_LORA = ["to_q", "to_k", "to_v", "to_out.0"]
+FEED_FORWARD_LORA = ["ff.net.0.proj", "ff.net.2"]
+JOINT_LORA = [*ATTENTION_LORA, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+
+
+def block_parts(attention, blocks="transformer_blocks"):
+    """The paths of a block's common parts. ``attention``: its path in a block."""
+    return {
+        "block": f"{blocks}.0",
+        "next_block": f"{blocks}.1",
+        "attention": f"{blocks}.0.{attention}",
+        "norm": f"{blocks}.1.norm1",
+        "norm2": f"{blocks}.0.norm2",
+        "qk_norm": f"{blocks}.0.{attention}.norm_q",
+        "linear": f"{blocks}.0.{attention}.to_k",
+        "output": f"{blocks}.0.{attention}.to_out.0",
+    }
+
+
+def feed_forward_parts(path="transformer_blocks.0.ff"):
+    return {"feed_forward": path, "activation": f"{path}.net.0", "up": f"{path}.net.0.proj"}
+
+
+# Parts of models with an image and a text stream, and those of the two streams' feed-forwards.
 JOINT_PARTS = {
-    "block": "transformer_blocks.0",
-    "next_block": "transformer_blocks.1",
-    "attention": "transformer_blocks.0.attn",
-    "qk_norm": "transformer_blocks.0.attn.norm_q",
+    **block_parts("attn"),
     "added_norm": "transformer_blocks.0.attn.norm_added_k",
     "linear": "transformer_blocks.0.attn.add_k_proj",
     "rope": "pos_embed",
 }
-JOINT_LORA = [
-    *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-]
+JOINT_FEED_FORWARD_PARTS = {
+    **feed_forward_parts(),
+    "feed_forward_of_text": "transformer_blocks.0.ff_context",
+    "activation": "transformer_blocks.0.ff_context.net.0",
+    "modulation": "transformer_blocks.0.norm1.linear",
+}
 
 
 @dataclass(frozen=True)
@@ -63,13 +88,13 @@ class Family:
     name: str
     model: Callable
     inputs: Callable
-    inexact: tuple[str, ...]
-    options: dict
     parts: dict
-    lora_targets: list
-    caches: tuple[str, ...]
     module: str
     processor: str
+    inexact: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
+    options: dict = field(default_factory=lambda: TWO_STREAM_OPTIONS)
+    lora_targets: list = field(default_factory=lambda: [*ATTENTION_LORA, *FEED_FORWARD_LORA])
+    caches: tuple[str, ...] = ()
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     condition: str = "temb"
     functions: tuple[str, ...] = ("apply_rotary_emb", "dispatch_attention_fn")
@@ -142,17 +167,93 @@ def seeded(seed, device):
     return normal
 
 
+def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None, finish=None):
+    """A decorator of a function that returns a configuration: makes it a family's ``model``.
+
+    Args:
+        cls: the name of the model's class in diffusers.
+        modulations, embedding, gain: see ``make_all_matter``.
+        blocks: the number of blocks by default.
+        keeps: tells for a parameter's name whether a published model keeps it in float32.
+        finish: sets parameters of the model that ``make_all_matter`` does not know.
+    """
+
+    def decorator(config):
+        def make(
+            device, dtype=torch.float32, *, seed=0, blocks=blocks, heads=2, head_dim=16, **changes
+        ):
+            if "single_blocks" in changes:
+                changes["num_single_layers"] = changes.pop("single_blocks")
+            torch.manual_seed(seed)
+            own_class = getattr(diffusers, changes.pop("cls", cls))
+            model = own_class(**{**config(blocks, heads, head_dim), **changes})
+            make_all_matter(model, modulations, embedding, gain=gain)
+            if finish is not None:
+                finish(model)
+            return in_dtype(model, device, dtype, keeps)
+
+        return make
+
+    return decorator
+
+
+def sizes(blocks, heads, head_dim):
+    """Arguments of most models."""
+    return {"num_layers": blocks, "num_attention_heads": heads, "attention_head_dim": head_dim}
+
+
+def three_axes(head_dim):
+    """An even number of a head's elements for each axis of positions."""
+    axis = head_dim // 3 // 2 * 2
+    return head_dim - 2 * axis, axis, axis
+
+
+def inputs_of(make):
+    """A decorator: makes a function of random numbers a family's ``inputs``.
+
+    ``make(normal, dtype, batch, tokens, text_length, **options)`` returns the arguments of a forward.
+    """
+
+    def inputs(
+        device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, **options
+    ):
+        arguments = make(seeded(seed, device), dtype, batch, tokens, text_length, **options)
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), arguments)
+
+    return inputs
+
+
+def padded(batch, length, shortest=1):
+    """A mask with a different number of tokens for each sample, at least ``shortest``."""
+    return torch.arange(length) < (torch.arange(batch) * 3 % length + shortest)[:, None]
+
+
+def text_mask(batch, length, shortest, holes=False):
+    """A different number of valid tokens for each sample, first or after some padding."""
+    mask = padded(batch, length, shortest)
+    if holes:
+        mask = mask.flip(1)
+        mask[:, 0] = True
+    return mask.long()
+
+
+def padded_prompts(batch, length):
+    """A mask of prompts of different lengths, the first of them without padding."""
+    return torch.arange(length) < (length - torch.arange(batch) * 3 % length)[:, None]
+
+
 def powers_of_two(normal, batch, first):
     """Values whose product with 1000, which a model computes in its dtype, is exact in all dtypes."""
     return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
 
 
-def in_dtype(model, device, dtype, is_kept):
+def in_dtype(model, device, dtype, is_kept=None):
     """The model in a dtype, except for the parameters that a published model keeps in float32.
 
     Args:
-        is_kept: tells for a parameter's name whether the model keeps it.
+        is_kept: tells for a parameter's name whether the model keeps it; by default it keeps none.
     """
+    is_kept = is_kept or (lambda name: False)
     kept = {name: p.detach().clone() for name, p in model.named_parameters() if is_kept(name)}
     model.to(device, dtype).eval()
     if dtype != torch.float64:
@@ -179,7 +280,7 @@ def make_all_matter(model, modulations, embedding, *, gain=2):
                 init.uniform_(module.weight, 0.5, 1.5)
             if getattr(module, "bias", None) is not None:
                 init.normal_(module.bias, std=0.5)
-        elif name.endswith(modulations):
+        elif name.endswith(modulations) and isinstance(module, torch.nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:
                 init.normal_(module.bias, std=0.5)

@@ -1,9 +1,9 @@
 """Small HunyuanVideo 1.0 and 1.5 models for the tests of all families, and models with their blocks."""
 
-import diffusers
 import torch
 
-from family import JOINT_LORA, JOINT_PARTS, Family, make_all_matter, powers_of_two, seeded
+import family
+from family import powers_of_two, text_mask
 
 CHANNELS = 4
 TEXT_CHANNELS = 24
@@ -13,123 +13,70 @@ POOLED_CHANNELS = 12
 MODULATIONS = ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear")
 
 
-def _model(
-    cls, embeddings, device, dtype, *, seed=0, blocks=2, heads=2, head_dim=16, axes=3, **config
-):
-    """Norm weights differ from 1. Modulations are large and differ between token streams."""
-    torch.manual_seed(seed)
-    axis = head_dim // axes // 2 * 2
-    model = getattr(diffusers, cls)(
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_layers=blocks,
-        num_refiner_layers=1,
-        num_attention_heads=heads,
-        attention_head_dim=head_dim,
-        text_embed_dim=TEXT_CHANNELS,
-        rope_axes_dim=(head_dim - (axes - 1) * axis, *[axis] * (axes - 1)),
-        **config,
-    )
-    make_all_matter(model, MODULATIONS, embeddings)
-    return model.to(device, dtype).eval()
+def _config(blocks, heads, head_dim):
+    """The arguments of all models here."""
+    return {
+        **family.sizes(blocks, heads, head_dim),
+        "in_channels": CHANNELS,
+        "out_channels": CHANNELS,
+        "num_refiner_layers": 1,
+        "text_embed_dim": TEXT_CHANNELS,
+        "rope_axes_dim": family.three_axes(head_dim),
+    }
 
 
-def hunyuan_video_model(device, dtype=torch.float32, *, single_blocks=2, **config):
-    return _model(
-        config.pop("cls", "HunyuanVideoTransformer3DModel"),
-        "time_text_embed",
-        device,
-        dtype,
-        num_single_layers=single_blocks,
-        pooled_projection_dim=POOLED_CHANNELS,
-        **config,
-    )
+@family.model_of("HunyuanVideoTransformer3DModel", MODULATIONS, "time_text_embed")
+def hunyuan_video_model(*of_blocks):
+    own = {"num_single_layers": 2, "pooled_projection_dim": POOLED_CHANNELS}
+    return {**_config(*of_blocks), **own}
 
 
-def hunyuan_video15_model(device, dtype=torch.float32, **config):
-    return _model(
-        "HunyuanVideo15Transformer3DModel",
-        "time_embed",
-        device,
-        dtype,
-        text_embed_2_dim=GLYPH_CHANNELS,
-        image_embed_dim=IMAGE_CHANNELS,
-        **config,
-    )
+@family.model_of("HunyuanVideo15Transformer3DModel", MODULATIONS, "time_embed")
+def hunyuan_video15_model(*of_blocks):
+    own = {"text_embed_2_dim": GLYPH_CHANNELS, "image_embed_dim": IMAGE_CHANNELS}
+    return {**_config(*of_blocks), **own}
 
 
-def hunyuan_image_model(device, dtype=torch.float32, *, single_blocks=2, **config):
-    return _model(
-        "HunyuanImageTransformer2DModel",
-        "time_guidance_embed",
-        device,
-        dtype,
-        num_single_layers=single_blocks,
-        axes=2,
-        **config,
-    )
+@family.model_of("HunyuanImageTransformer2DModel", MODULATIONS, "time_guidance_embed")
+def hunyuan_image_model(blocks, heads, head_dim):
+    own = {"num_single_layers": 2, "rope_axes_dim": (head_dim // 2,) * 2}
+    return {**_config(blocks, heads, head_dim), **own}
 
 
-def text_mask(batch, length, holes=False):
-    """A different number of valid tokens per sample, first or after some padding."""
-    mask = torch.arange(length) < (torch.arange(batch) * 3 % length + (length + 1) // 2)[:, None]
-    if holes:
-        mask = mask.flip(1)
-        mask[:, 0] = True
-    return mask.long()
-
-
-def _common(device, dtype, seed, batch, tokens, text_length, holes, options):
-    normal = seeded(seed, device)
-    size = (batch, CHANNELS, 2, 2 + 2 * tokens, 6)
-    arguments = {
+def _common(normal, dtype, size, text_length, holes):
+    batch = size[0]
+    return {
         "hidden_states": normal(*size).to(dtype),
         "timestep": powers_of_two(normal, batch, 64).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
-        "encoder_attention_mask": text_mask(batch, text_length, holes).to(device),
-        **options,
+        "encoder_attention_mask": text_mask(batch, text_length, (text_length + 1) // 2, holes),
     }
-    return normal, arguments
 
 
-def hunyuan_video_inputs(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=None,
-    batch=2,
-    tokens=1,
-    text_length=5,
-    holes=False,
-    **options,
-):
-    normal, arguments = _common(device, dtype, seed, batch, tokens, text_length, holes, options)
+@family.inputs_of
+def hunyuan_video_inputs(normal, dtype, batch, tokens, text_length, holes=False, **options):
+    size = (batch, CHANNELS, 2, 2 + 2 * tokens, 6)
     return {
-        **arguments,
+        **_common(normal, dtype, size, text_length, holes),
+        **options,
         "pooled_projections": normal(batch, POOLED_CHANNELS).to(dtype),
         "guidance": powers_of_two(normal, batch, 512).to(dtype),
     }
 
 
+@family.inputs_of
 def hunyuan_video15_inputs(
-    device,
-    dtype=torch.float32,
-    *,
-    seed=None,
-    batch=2,
-    tokens=1,
-    text_length=5,
-    image=False,
-    holes=False,
-    **options,
+    normal, dtype, batch, tokens, text_length, image=False, holes=False, **options
 ):
     """``image``: whether there is an image to begin with."""
-    normal, arguments = _common(device, dtype, seed, batch, tokens, text_length, holes, options)
+    size = (batch, CHANNELS, 2, 2 + 2 * tokens, 6)
+    arguments = _common(normal, dtype, size, text_length, holes)
     arguments["hidden_states"] = arguments["hidden_states"][..., ::2, ::2].contiguous()
     return {
         **arguments,
+        **options,
         "encoder_hidden_states_2": normal(batch, 4, GLYPH_CHANNELS).to(dtype),
-        "encoder_attention_mask_2": text_mask(batch, 4).flip(0).to(device),
+        "encoder_attention_mask_2": text_mask(batch, 4, 2).flip(0),
         "image_embeds": normal(batch, 3, IMAGE_CHANNELS).to(dtype) * image,
     }
 
@@ -146,7 +93,7 @@ def framepack_model(device):
 
 def framepack_inputs(device):
     """With one clean frame, two frames of history at half the resolution and four at a quarter."""
-    arguments, normal = hunyuan_video_inputs(device), seeded(3, device)
+    arguments, normal = hunyuan_video_inputs(device), family.seeded(3, device)
     arguments["image_embeds"] = normal(2, 3, IMAGE_CHANNELS)
     arguments["indices_latents"] = torch.tensor([7, 8])
     size = arguments["hidden_states"].shape[3:]
@@ -156,40 +103,21 @@ def framepack_inputs(device):
     return arguments
 
 
-def hunyuan_image_inputs(device, dtype=torch.float32, *, seed=None, batch=2, **options):
-    normal = seeded(seed, device)
-    return {
-        "hidden_states": normal(batch, CHANNELS, 3, 4).to(dtype),
-        "timestep": powers_of_two(normal, batch, 64).to(dtype),
-        "encoder_hidden_states": normal(batch, 5, TEXT_CHANNELS).to(dtype),
-        "encoder_attention_mask": text_mask(batch, 5, holes=True).to(device),
-        **options,
-    }
+@family.inputs_of
+def hunyuan_image_inputs(normal, dtype, batch, tokens, text_length, **options):
+    return {**_common(normal, dtype, (batch, CHANNELS, 3, 4), text_length, True), **options}
 
 
 PARTS = {
-    **JOINT_PARTS,
+    **family.JOINT_PARTS,
+    **family.JOINT_FEED_FORWARD_PARTS,
     "rope": "rope",
-    "norm": "transformer_blocks.1.norm1",
     "inner_norm": "transformer_blocks.1.norm1.norm",
-    "norm2": "transformer_blocks.0.norm2",
-    "output": "transformer_blocks.0.attn.to_out.0",
-    "feed_forward": "transformer_blocks.0.ff",
-    "feed_forward_of_text": "transformer_blocks.0.ff_context",
-    "activation": "transformer_blocks.0.ff_context.net.0",
-    "up": "transformer_blocks.0.ff.net.0.proj",
-    "modulation": "transformer_blocks.0.norm1.linear",
 }
-OPTIONS = {
-    "two samples": {},
-    "batch of 1": {"batch": 1},
-    "more tokens": {"batch": 3, "tokens": 5, "text_length": 9},
-    "one token of text": {"text_length": 1},
-    "padding first": {"holes": True},
-}
+OPTIONS = {**family.TWO_STREAM_OPTIONS, "padding first": {"holes": True}}
 _MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 
-HUNYUAN_VIDEO = Family(
+HUNYUAN_VIDEO = family.Family(
     name="hunyuan_video",
     model=hunyuan_video_model,
     inputs=hunyuan_video_inputs,
@@ -205,7 +133,9 @@ HUNYUAN_VIDEO = Family(
         "up": "single_transformer_blocks.0.proj_mlp",
         "gelu": "single_transformer_blocks.0.act_mlp",
     },
-    lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "proj_mlp", "proj_out", "norm1.linear"],
+    lora_targets=[
+        *(*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "proj_mlp", "proj_out", "norm1.linear")
+    ],
     caches=("first_block", "pyramid", "taylorseer", "mag"),
     module=_MODULE,
     processor="HunyuanVideoAttnProcessor2_0",
@@ -213,7 +143,7 @@ HUNYUAN_VIDEO = Family(
     block_lists=("transformer_blocks", "single_transformer_blocks"),
     one_block={"blocks": 1, "single_blocks": 1},
 )
-HUNYUAN_VIDEO15 = Family(
+HUNYUAN_VIDEO15 = family.Family(
     name="hunyuan_video15",
     model=hunyuan_video15_model,
     inputs=hunyuan_video15_inputs,
@@ -223,7 +153,7 @@ HUNYUAN_VIDEO15 = Family(
     ),
     options={**OPTIONS, "an image": {"image": True}},
     parts=PARTS,
-    lora_targets=[*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "norm1.linear"],
+    lora_targets=[*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "norm1.linear"],
     caches=("pyramid", "taylorseer"),
     module=f"{_MODULE}15",
     processor="HunyuanVideo15AttnProcessor2_0",
