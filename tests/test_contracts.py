@@ -149,11 +149,8 @@ def test_every_public_operation_is_in_the_table(kernel):
 class MallocStatistics(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
-        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks")),
-        ("keepcost", ctypes.c_size_t),
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def allocated():
@@ -399,19 +396,16 @@ def test_two_runs_give_the_same_bits(kernel, device, size, dtype):
 def test_number_of_threads_does_not_matter(kernel, device, name):
     if device != "cpu":
         pytest.skip("CPU threads")
-    function, arguments = sample(
-        kernel, name, dtype=widest_dtype(name), device=device, shape=(2, 64, 2048)
-    )
-    threads = torch.get_num_threads()
+    options = {"dtype": widest_dtype(name), "device": device, "shape": (2, 64, 2048)}
+    function, arguments = sample(kernel, name, **options)
+    threads, results = torch.get_num_threads(), []
     try:
-        results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             results.append(function(**arguments))
+            assert_same_bits(results[0], results[-1])
     finally:
         torch.set_num_threads(threads)
-    assert_same_bits(results[0], results[1])
-    assert_same_bits(results[0], results[2])
 
 
 def test_threads_with_rows_of_different_lengths(kernel, device):
@@ -445,7 +439,15 @@ def test_runs_on_the_current_stream(kernel, device, name, in_place):
     assert_same_bits(result, expected)
 
 
-def check_graph(kernel, device, name, in_place, **size):
+@needs_cuda
+@pytest.mark.parametrize(
+    ("name", "in_place", "size"),
+    [
+        *((*call, {}) for call in ALL_AND_FP8_CALLS),
+        *((name, None, {"shape": LONG_ROWS}) for name in OF_LONG_ROWS),
+    ],
+)
+def test_cuda_graph(kernel, device, name, in_place, size):
     options = {"dtype": torch.bfloat16, "device": device, **size}
     function, static = any_call(kernel, name, in_place, **options)
     function(**static)
@@ -459,18 +461,6 @@ def check_graph(kernel, device, name, in_place, **size):
             target.copy_(source)
         graph.replay()
         assert_same_bits(result, function(**fresh))
-
-
-@needs_cuda
-@every_kind_of_call
-def test_cuda_graph(kernel, device, name, in_place):
-    check_graph(kernel, device, name, in_place)
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", OF_LONG_ROWS)
-def test_cuda_graph_of_long_rows(kernel, device, name):
-    check_graph(kernel, device, name, None, shape=LONG_ROWS)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -642,18 +632,13 @@ def test_images_of_more_than_2_31_elements(kernel, device, name, is_last):
 @pytest.mark.usefixtures("_gpu_memory")
 def test_query_and_key_of_more_than_2_31_elements(kernel, device):
     batch, seq, heads, head_dim = 2, 2**19 + 3, 32, 64
-    packed = torch.empty(
-        batch, seq, 2, heads * head_dim, dtype=torch.bfloat16, device=device
-    ).normal_()
-    q, k = packed.unbind(2)
+    size = batch, seq, 2, heads * head_dim
+    q, k = torch.empty(size, dtype=torch.bfloat16, device=device).normal_().unbind(2)
     ends = [(b, slice(s, s + 2)) for b in range(batch) for s in (0, seq // 2, seq - 2)]
     rope = rotary_tables(seq, head_dim, dtype=torch.float32, device=device)
     expected = [
         references.qk_norm_rope(
-            q[b : b + 1, part],
-            k[b : b + 1, part],
-            rope=tuple(table[part] for table in rope),
-            heads=heads,
+            *(t[b : b + 1, part] for t in (q, k)), rope=tuple(t[part] for t in rope), heads=heads
         )
         for b, part in ends
     ]

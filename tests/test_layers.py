@@ -34,30 +34,18 @@ CLASSES = {
 HIDDEN = 64
 # One instance of each kind, and the operator that it must call.
 INSTANCES = {
-    "rms_norm": (lambda: RMSNorm(HIDDEN, eps=1e-6), "rms_norm"),
-    "rms_norm_without_weight": (
-        lambda: RMSNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
-        "rms_norm",
-    ),
-    "rms_norm_with_bias": (lambda: RMSNorm(HIDDEN, eps=1e-6, bias=True), "rms_norm"),
-    "torch_rms_norm": (lambda: nn.RMSNorm(HIDDEN, eps=1e-6), "rms_norm"),
-    "torch_rms_norm_without_weight": (
-        lambda: nn.RMSNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
-        "rms_norm",
-    ),
-    "layer_norm": (lambda: nn.LayerNorm(HIDDEN, eps=1e-5), "layer_norm"),
+    "rms_norm": (lambda: RMSNorm(HIDDEN, 1e-6), "rms_norm"),
+    "rms_norm_without_weight": (lambda: RMSNorm(HIDDEN, 1e-6, False), "rms_norm"),
+    "rms_norm_with_bias": (lambda: RMSNorm(HIDDEN, 1e-6, bias=True), "rms_norm"),
+    "torch_rms_norm": (lambda: nn.RMSNorm(HIDDEN, 1e-6), "rms_norm"),
+    "torch_rms_norm_without_weight": (lambda: nn.RMSNorm(HIDDEN, 1e-6, False), "rms_norm"),
+    "layer_norm": (lambda: nn.LayerNorm(HIDDEN, 1e-5), "layer_norm"),
     "layer_norm_without_bias": (lambda: nn.LayerNorm(HIDDEN, bias=False), "layer_norm"),
-    "layer_norm_without_weight": (
-        lambda: nn.LayerNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
-        "layer_norm",
-    ),
-    "fp32_layer_norm": (lambda: FP32LayerNorm(HIDDEN, eps=1e-6), "layer_norm"),
-    "fp32_layer_norm_without_weight": (
-        lambda: FP32LayerNorm(HIDDEN, eps=1e-6, elementwise_affine=False),
-        "layer_norm",
-    ),
+    "layer_norm_without_weight": (lambda: nn.LayerNorm(HIDDEN, 1e-6, False), "layer_norm"),
+    "fp32_layer_norm": (lambda: FP32LayerNorm(HIDDEN, 1e-6), "layer_norm"),
+    "fp32_layer_norm_without_weight": (lambda: FP32LayerNorm(HIDDEN, 1e-6, False), "layer_norm"),
     "gelu": (lambda: GELU(HIDDEN, 2 * HIDDEN), "gelu"),
-    "gelu_tanh": (lambda: GELU(HIDDEN, 2 * HIDDEN, approximate="tanh", bias=False), "gelu"),
+    "gelu_tanh": (lambda: GELU(HIDDEN, 2 * HIDDEN, "tanh", bias=False), "gelu"),
     "geglu": (lambda: GEGLU(HIDDEN, 2 * HIDDEN), "geglu"),
     "geglu_without_bias": (lambda: GEGLU(HIDDEN, 2 * HIDDEN, bias=False), "geglu"),
     "swiglu": (lambda: SwiGLU(HIDDEN, 2 * HIDDEN), "swiglu"),
@@ -205,9 +193,9 @@ def test_norms_of_mixed_dtypes(kernelized, device, name, of_weight, of_x, of_res
 @torch.no_grad()
 def test_torch_rms_norm_without_eps(kernelized, device, affine):
     """PyTorch takes the machine epsilon of a dtype, which is 0.0078 for bfloat16."""
-    module = nn.RMSNorm(HIDDEN, elementwise_affine=affine, device=device, dtype=torch.bfloat16)
-    x = normal(3, 5, HIDDEN, dtype=torch.bfloat16, device=device, std=0.01)
-    assert_own_result(kernelized, module, x)
+    options = {"dtype": torch.bfloat16, "device": device}
+    module = nn.RMSNorm(HIDDEN, elementwise_affine=affine, **options)
+    assert_own_result(kernelized, module, normal(3, 5, HIDDEN, std=0.01, **options))
 
 
 @pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm, FP32LayerNorm, RMSNorm])
