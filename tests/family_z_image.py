@@ -3,48 +3,40 @@
 import diffusers
 import torch
 
-from family import TWO_STREAM_OPTIONS, Family, make_all_matter, seeded
+import family
 from small_models import to
 
 CHANNELS, TEXT_CHANNELS, SIGLIP_CHANNELS = 4, 24, 20
 
 
-def _all_matter(model):
-    modulations = [
-        name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
-    ]
-    modulations = tuple(name for name in modulations if "adaLN_modulation" in name)
-    make_all_matter(model, modulations, "t_embedder", gain=1)
+_MODULATIONS = ("adaLN_modulation.0", "adaLN_modulation.1")
+
+
+def _finish(model):
+    """Sets what is zero, or not initialized, as these tokens are in diffusers 0.36."""
     for name, parameter in model.named_parameters():
-        # The ControlNet's projections are zeros. In diffusers 0.36 these tokens are not initialized.
         if "pad_token" in name or not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
 
 
-def z_image_model(device, dtype=torch.float32, *, seed=0, blocks=2, heads=2, head_dim=16, **config):
-    torch.manual_seed(seed)
-    axis = head_dim // 3 // 2 * 2
-    model = diffusers.ZImageTransformer2DModel(
-        in_channels=CHANNELS,
-        dim=heads * head_dim,
-        n_layers=blocks,
-        n_refiner_layers=blocks,
-        n_heads=heads,
-        n_kv_heads=heads,
-        cap_feat_dim=TEXT_CHANNELS,
-        axes_dims=[head_dim - 2 * axis, axis, axis],
-        axes_lens=[160, 96, 16],
-        **config,
-    )
-    _all_matter(model)
-    return model.to(device, dtype).eval()
+@family.model_of("ZImageTransformer2DModel", _MODULATIONS, "t_embedder", gain=1, finish=_finish)
+def z_image_model(blocks, heads, head_dim):
+    return {
+        "in_channels": CHANNELS,
+        "dim": heads * head_dim,
+        "n_layers": blocks,
+        "n_refiner_layers": blocks,
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "cap_feat_dim": TEXT_CHANNELS,
+        "axes_dims": [*family.three_axes(head_dim)],
+        "axes_lens": [160, 96, 16],
+    }
 
 
-def z_image_inputs(
-    device, dtype=torch.float32, *, seed=None, batch=2, tokens=1, text_length=5, prompts=None
-):
+@family.inputs_of
+def z_image_inputs(normal, dtype, batch, tokens, text_length, prompts=None):
     """``prompts``: the number of tokens of each. The model pads it to a multiple of 32."""
-    normal = seeded(seed, device)
     prompts = (text_length,) * batch if prompts is None else prompts
     return {
         "x": [normal(CHANNELS, 1, 8 * tokens, 8).to(dtype) for _ in prompts],
@@ -55,7 +47,7 @@ def z_image_inputs(
 
 def reference_inputs(device, dtype=torch.float32, *, seed=None, **_):
     """Two samples, each with a reference image, its features, and the image to denoise."""
-    normal = seeded(seed, device)
+    normal = family.seeded(seed, device)
     arguments = {
         "x": [[normal(CHANNELS, 1, 8, 8), normal(CHANNELS, 1, height, 8)] for height in (8, 24)],
         "t": normal(2).sigmoid(),
@@ -80,40 +72,35 @@ def controlnet_of_z_image(device, dtype=torch.float32, *, heads=2, head_dim=16, 
         n_kv_heads=heads,
     )
     model.from_transformer(model, transformer)
-    _all_matter(model)
+    family.make_all_matter(model, _MODULATIONS, "t_embedder", gain=1)
+    _finish(model)
     return model.to(device, dtype).eval()
 
 
 def control_inputs(device, dtype=torch.float32, *, seed=None, prompts=(40, 6), **_):
     arguments = z_image_inputs(device, dtype, seed=seed, prompts=prompts)
-    normal = seeded(seed, device)
+    normal = family.seeded(seed, device)
     control = [normal(CHANNELS, 1, 8, 8) for _ in prompts]
     return {**arguments, "control_context": to(control, device, dtype)}
 
 
-Z_IMAGE = Family(
+Z_IMAGE = family.Family(
     name="z_image",
     model=z_image_model,
     inputs=z_image_inputs,
     inexact=("x", "cap_feats"),
-    options={**TWO_STREAM_OPTIONS, "prompts of two lengths": {"prompts": (40, 6)}},
+    options={**family.TWO_STREAM_OPTIONS, "prompts of two lengths": {"prompts": (40, 6)}},
     parts={
-        "block": "layers.0",
-        "next_block": "layers.1",
-        "text_block": "context_refiner.0",
-        "attention": "layers.0.attention",
+        **family.block_parts("attention", "layers"),
         "norm": "layers.1.attention_norm1",
         "norm2": "layers.0.ffn_norm1",
+        "text_block": "context_refiner.0",
         "inner_norm": "layers.0.attention_norm2",
-        "qk_norm": "layers.0.attention.norm_q",
-        "linear": "layers.0.attention.to_k",
-        "output": "layers.0.attention.to_out.0",
         "gated_feed_forward": "layers.0.feed_forward",
         "up": "layers.0.feed_forward.w1",
         "modulation": "layers.0.adaLN_modulation.0",
     },
-    lora_targets=["to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3"],
-    caches=(),
+    lora_targets=[*family.ATTENTION_LORA, "w1", "w2", "w3"],
     module="diffusers.models.transformers.transformer_z_image",
     processor="ZSingleStreamAttnProcessor",
     block_lists=("noise_refiner", "context_refiner", "layers"),
