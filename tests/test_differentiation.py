@@ -310,12 +310,10 @@ def one_row(kernel, name, device):
     if name == "attention":
         x = torch.randn(1, 2, 1, 64, device=device).bfloat16()
         return lambda q: kernel.attention(q, x, x.sin()), torch.randn_like(x)
-    shape = (
-        (1, 12, 1) if name == "channel_rms_norm" else (1, 1, 12)
-    )  # the norm of one element is its sign
-    function, arguments = sample(
-        kernel, name, dtype=torch.float32, device=device, shape=shape, heads=1
-    )
+    # The norm of one element is its sign.
+    shape = (1, 12, 1) if name == "channel_rms_norm" else (1, 1, 12)
+    options = {"dtype": torch.float32, "device": device, "shape": shape, "heads": 1}
+    function, arguments = sample(kernel, name, **options)
     key = next(iter(arguments))
     return lambda value: as_tuple(function(**{**arguments, key: value}))[0], arguments[key]
 
@@ -323,9 +321,8 @@ def one_row(kernel, name, device):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_jacobians_and_hessian(kernel, device, name):
     function, x = one_row(kernel, name, device)
-    tolerances = {"rtol": 1e-4, "atol": 1e-5}
-    if name == "attention":
-        tolerances = {"rtol": 0.02, "atol": 0.02}
+    rtol, atol = (0.02, 0.02) if name == "attention" else (1e-4, 1e-5)
+    tolerances = {"rtol": rtol, "atol": atol}
     forward = jacfwd(function)(x)
     assert forward.any()
     torch.testing.assert_close(forward, jacrev(function)(x), **tolerances)

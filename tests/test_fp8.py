@@ -237,12 +237,8 @@ def linear_arguments(
 def test_products(
     kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias
 ):
-    check_linear(
-        kernel,
-        linear_arguments(
-            rows, out_features, in_features, is_blocked, dtype, device, weight_scale, bias
-        ),
-    )
+    size = rows, out_features, in_features, is_blocked
+    check_linear(kernel, linear_arguments(*size, dtype, device, weight_scale, bias))
 
 
 def one_term_of_each_block(rows, out_features, blocks, device):
@@ -407,6 +403,7 @@ STRIDE = "have stride 1 in its last dimension, got stride 2"
 FLOATS = "be float32, float16 or bfloat16, got"
 OF_RESULT = "be float32 or have the dtype of the result (bfloat16), got"
 X_SCALE = "have shape (2, 16, 1) or (2, 16, 2), got"
+BROADCAST = "broadcast against residual of shape (2, 16, 40)"
 WEIGHT_SCALE = "have shape (40, 1) or one element, got"
 LINEAR, GELU, RESIDUAL = "linear_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"
 # For a call and its argument, or an item of one: changes, and the sentences after "operation: argument must".
@@ -444,9 +441,7 @@ MISTAKES = {
         (of_shape(2, 16, 256), f"{X_SCALE} (2, 16, 256)"),
         (of_shape(), f"{X_SCALE} ()"),
     ],
-    ("linear_fp8_in_blocks", "x_scale"): [
-        (every_second, CONTIGUOUS.format((2, 16, 2), (64, 4, 2)))
-    ],
+    (f"{LINEAR}_in_blocks", "x_scale"): [(every_second, CONTIGUOUS.format((2, 16, 2), (64, 4, 2)))],
     (LINEAR, "weight"): [
         (value(None), "be a tensor, got None"),
         (to(torch.float16), "be float8_e4m3fn, got float16"),
@@ -526,11 +521,7 @@ MISTAKES = {
     (RESIDUAL, "x"): [(torch.Tensor.half, "be float8_e4m3fn, got float16")],
     (RESIDUAL, "gate"): [
         (value(1.0), "be a tensor or None, got 1.0"),
-        (
-            lambda g: g[..., :39],
-            "broadcast against residual of shape (2, 16, 40) with a last dimension of 40, "
-            "got (2, 1, 39)",
-        ),
+        (lambda g: g[..., :39], f"{BROADCAST} with a last dimension of 40, got (2, 1, 39)"),
         (torch.Tensor.half, "be float32 or have the dtype of residual (bfloat16), got float16"),
     ],
 }
@@ -625,10 +616,7 @@ def test_smoke(kernel, device, shape, layout, block_size):
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("is_blocked", [False, True])
-@pytest.mark.parametrize(
-    "out_features", [136, 13001], ids=["one_tile", "several_tiles_of_odd_rows"]
-)
+@pytest.mark.parametrize("out_features", [136, 13001])  # one tile, several tiles of odd rows
 def test_smoke_of_products(kernel, device, is_blocked, out_features):
-    check_linear(
-        kernel, linear_arguments(130, out_features, 400, is_blocked, torch.bfloat16, device)
-    )
+    size = 130, out_features, 400, is_blocked
+    check_linear(kernel, linear_arguments(*size, torch.bfloat16, device))

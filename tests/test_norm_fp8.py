@@ -23,6 +23,7 @@ from inputs import (
     MIXTURES,
     MODULATIONS,
     TABLE_OPERATIONS,
+    WITH_FP8_RESULT,
     every_dtype,
     normal,
     pairwise,
@@ -32,14 +33,7 @@ from inputs import (
 )
 from test_norm import PARTS, row_call
 
-NORMS = [
-    "rms_norm",
-    "layer_norm",
-    "rms_norm_modulate",
-    "layer_norm_modulate",
-    "gated_residual_rms_norm_modulate",
-    "gated_residual_layer_norm_modulate",
-]
+NORMS = [name.removesuffix("_fp8") for name in WITH_FP8_RESULT if "norm" in name]
 GATED = [name for name in NORMS if name in BRANCH_OPERATIONS]
 INDEXED = [name for name in NORMS if name in TABLE_OPERATIONS]
 every_norm = pytest.mark.parametrize("name", NORMS)
@@ -124,9 +118,7 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     arguments = row_call(name, shape_of(hidden), dtype, device, given=given, mixture=mixture)
     if "modulate" in name and not name.startswith("gated") and arguments["scale"] is None:
         arguments["scale"] = normal(hidden, dtype=dtype, device=device)
-    if (
-        hidden <= 8
-    ):  # a layer norm of few values that are close to each other has no accurate result
+    if hidden <= 8:  # a layer norm of few values close to each other has no accurate result
         for key in ("x", "residual"):
             if key in arguments:
                 steps = torch.linspace(-8, 8, hidden, device=device)
@@ -144,9 +136,8 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     dtype=DTYPES,
 )
 def test_layouts(kernel, device, name, layout, form, hidden, dtype):
-    check_norm(
-        kernel, name, row_call(name, (3, 5, hidden), dtype, device, layout=layout, form=form)
-    )
+    arguments = row_call(name, (3, 5, hidden), dtype, device, layout=layout, form=form)
+    check_norm(kernel, name, arguments)
 
 
 @pairwise(
