@@ -9,6 +9,7 @@ from torch import nn
 from families import FAMILIES, Family
 from small_models import BY_NAME
 
+LORA = ("to_q", "to_k", "to_out.0", "conv1", "conv2", "time_emb_proj", "conv_shortcut")
 IN_PART = ("pixart", "unet", "auraflow", "cogview4")
 
 
@@ -74,16 +75,7 @@ def family_of(name):
         inexact=tuple(name for name, value in inputs("cpu").items() if is_inexact(name, value)),
         options={"two samples": {}},
         parts=parts,
-        lora_targets=[
-            "to_q",
-            "to_k",
-            "to_out.0",
-            "conv1",
-            "conv2",
-            "time_emb_proj",
-            "conv_shortcut",
-        ],
-        caches=(),
+        lora_targets=[*LORA],
         module=processor.__module__,
         processor=processor.__name__,
         block_lists=tuple(blocks),

@@ -75,7 +75,7 @@ class Family:
             activation, feed_forward, up (its linear layer), output, rope, modulation, and others.
         lora_targets: linear layers of the blocks, for peft.
         caches: the names of diffusers' caches that the family supports.
-        module: the module of diffusers that defines it.
+        module: the module of diffusers that defines it, by default that of its name.
         processor: the class of its attention processors, in that module.
         block_lists: the paths of its lists of blocks, in execution order.
         condition: the blocks' argument that gives their modulation.
@@ -89,8 +89,8 @@ class Family:
     model: Callable
     inputs: Callable
     parts: dict
-    module: str
     processor: str
+    module: str = ""
     inexact: tuple[str, ...] = ("hidden_states", "encoder_hidden_states")
     options: dict = field(default_factory=lambda: TWO_STREAM_OPTIONS)
     lora_targets: list = field(default_factory=lambda: [*ATTENTION_LORA, *FEED_FORWARD_LORA])
@@ -101,6 +101,11 @@ class Family:
     has_backends: bool = True
     one_block: dict = field(default_factory=lambda: {"blocks": 1})
     main: str = "hidden_states"
+
+    def __post_init__(self):
+        if not self.module:
+            module = f"diffusers.models.transformers.transformer_{self.name}"
+            object.__setattr__(self, "module", module)
 
     def cast(self, arguments, dtype):
         """The inputs in another dtype; masks, timesteps and positions keep theirs."""

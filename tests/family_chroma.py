@@ -5,12 +5,10 @@ import torch
 import family
 from family_flux import BLOCKS, FLUX, flux2_inputs, of_two_kinds
 
+_GUIDANCE = "distilled_guidance_layer"
 
-@family.model_of(
-    "ChromaTransformer2DModel",
-    ("distilled_guidance_layer.out_proj",),
-    "distilled_guidance_layer",
-)
+
+@family.model_of("ChromaTransformer2DModel", (f"{_GUIDANCE}.out_proj",), _GUIDANCE)
 def chroma_model(blocks, heads, head_dim):
     return {
         **of_two_kinds(blocks, heads, head_dim),
@@ -45,10 +43,9 @@ CHROMA = _Chroma(
     model=chroma_model,
     inputs=chroma_inputs,
     options={**family.TWO_STREAM_OPTIONS, "padded text": {"mask": "padded"}},
-    parts={**FLUX.parts, "modulation": "distilled_guidance_layer.out_proj"},
+    parts={**FLUX.parts, "modulation": f"{_GUIDANCE}.out_proj"},
     lora_targets=[target for target in FLUX.lora_targets if target != "norm1.linear"],
     caches=("pyramid", "taylorseer"),
-    module="diffusers.models.transformers.transformer_chroma",
     processor="FluxAttnProcessor",
     functions=(),  # they are in the module of FLUX.1
     **BLOCKS,

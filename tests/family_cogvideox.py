@@ -4,8 +4,7 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
 import family
 
-CHANNELS = 4
-TEXT_CHANNELS = 24
+CHANNELS, TEXT_CHANNELS = 4, 24
 HEAD_DIM = 64
 _MODULATIONS = ("norm1.linear", "norm2.linear", "norm_out.linear")
 

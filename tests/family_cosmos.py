@@ -4,8 +4,7 @@ import torch
 
 import family
 
-CHANNELS = 4
-TEXT_CHANNELS = 24
+CHANNELS, TEXT_CHANNELS = 4, 24
 
 
 def _finish(model):
@@ -65,7 +64,6 @@ COSMOS = family.Family(
         "rope": "rope",
     },
     lora_targets=[*family.ATTENTION_LORA, *family.FEED_FORWARD_LORA, "linear_2"],
-    module="diffusers.models.transformers.transformer_cosmos",
     functions=("dispatch_attention_fn",),
     processor="CosmosAttnProcessor2_0",
     condition="embedded_timestep",

@@ -4,9 +4,7 @@ import torch
 
 import family
 
-CHANNELS = 8
-TEXT_CHANNELS = 24
-POOLED_CHANNELS = 12
+CHANNELS, TEXT_CHANNELS, POOLED_CHANNELS = 8, 24, 12
 
 
 def of_two_kinds(blocks, heads, head_dim):
@@ -49,21 +47,28 @@ def flux2_model(blocks, heads, head_dim):
     }
 
 
-@family.inputs_of
-def flux2_inputs(normal, dtype, batch, tokens, text_length, axes=4, **options):
+def positions(tokens, text_length, axes=4, images=1):
+    """Coordinates of the tokens of images, [images, tokens, axes], and of a text."""
     height, width = 3 + tokens, 3
-    img_ids = torch.zeros(height, width, axes)
+    img_ids = torch.zeros(images, height, width, axes)
+    img_ids[..., 0] = 10 * torch.arange(images)[:, None, None]
     img_ids[..., 1] = torch.arange(height)[:, None]
     img_ids[..., 2] = torch.arange(width)
     txt_ids = torch.zeros(text_length, axes)
     if axes == 4:
         txt_ids[:, 3] = torch.arange(text_length)
+    return img_ids.flatten(1, 2), txt_ids
+
+
+@family.inputs_of
+def flux2_inputs(normal, dtype, batch, tokens, text_length, axes=4, **options):
+    img_ids, txt_ids = positions(tokens, text_length, axes)
     return {
-        "hidden_states": normal(batch, height * width, CHANNELS).to(dtype),
+        "hidden_states": normal(batch, img_ids.shape[1], CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
         "timestep": family.powers_of_two(normal, batch, 1 / 8).to(dtype),
         "guidance": family.powers_of_two(normal, batch, 1 / 2),
-        "img_ids": img_ids.flatten(0, 1),
+        "img_ids": img_ids[0],
         "txt_ids": txt_ids,
         **options,
     }
@@ -76,13 +81,16 @@ def flux_inputs(device, dtype=torch.float32, *, seed=None, batch=2, **options):
     return {**inputs, "pooled_projections": pooled}
 
 
-# Paths in both models.
-PARTS = {
-    **family.JOINT_PARTS,
+SINGLE_PARTS = {
     "single_block": "single_transformer_blocks.0",
     "last_block": "single_transformer_blocks.1",
     "single_attention": "single_transformer_blocks.0.attn",
     "single_norm": "single_transformer_blocks.1.norm",
+}
+SINGLE_FEED_FORWARD_PARTS = {
+    "output": "single_transformer_blocks.0.proj_out",
+    "up": "single_transformer_blocks.0.proj_mlp",
+    "gelu": "single_transformer_blocks.0.act_mlp",
 }
 BLOCKS = {
     "block_lists": ("transformer_blocks", "single_transformer_blocks"),
@@ -95,18 +103,16 @@ FLUX = family.Family(
     inputs=flux_inputs,
     inexact=("hidden_states", "encoder_hidden_states", "pooled_projections"),
     parts={
-        **PARTS,
+        **family.JOINT_PARTS,
+        **SINGLE_PARTS,
         **family.JOINT_FEED_FORWARD_PARTS,
         "inner_norm": "transformer_blocks.1.norm1.norm",
-        "output": "single_transformer_blocks.0.proj_out",
-        "up": "single_transformer_blocks.0.proj_mlp",
-        "gelu": "single_transformer_blocks.0.act_mlp",
+        **SINGLE_FEED_FORWARD_PARTS,
     },
     lora_targets=[
         *(*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "proj_mlp", "proj_out", "norm1.linear")
     ],
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
-    module="diffusers.models.transformers.transformer_flux",
     processor="FluxAttnProcessor",
     **BLOCKS,
 )
@@ -116,7 +122,8 @@ FLUX2 = family.Family(
     model=flux2_model,
     inputs=flux2_inputs,
     parts={
-        **PARTS,
+        **family.JOINT_PARTS,
+        **SINGLE_PARTS,
         "output": "single_transformer_blocks.0.attn.to_out",
         "gated_feed_forward": "transformer_blocks.0.ff",
         "activation": "transformer_blocks.0.ff_context.act_fn",
@@ -126,7 +133,6 @@ FLUX2 = family.Family(
     },
     lora_targets=[*family.JOINT_LORA, "ff.linear_in", "ff.linear_out", "to_qkv_mlp_proj"],
     caches=("pyramid", "taylorseer", "mag"),
-    module="diffusers.models.transformers.transformer_flux2",
     processor="Flux2AttnProcessor",
     condition="temb_mod_img",
     **BLOCKS,

@@ -1,9 +1,7 @@
 """Small FLUX.3 models for the tests of all families."""
 
-import torch
-
 import family
-from family_flux import CHANNELS, TEXT_CHANNELS, of_two_kinds
+from family_flux import BLOCKS, CHANNELS, SINGLE_PARTS, TEXT_CHANNELS, of_two_kinds, positions
 
 
 @family.model_of(
@@ -24,22 +22,16 @@ def flux3_model(blocks, heads, head_dim):
 @family.inputs_of
 def flux3_inputs(normal, dtype, batch, tokens, text_length, images=0, **options):
     """``images`` is the number of reference images."""
-    height, width = 3 + tokens, 3
-    ids = torch.zeros(1 + images, height, width, 4)
-    ids[..., 0] = 10 * torch.arange(1 + images)[:, None, None]
-    ids[..., 1] = torch.arange(height)[:, None]
-    ids[..., 2] = torch.arange(width)
-    ids = ids.flatten(1, 2)
-    txt_ids = torch.zeros(text_length, 4)
-    txt_ids[:, 3] = torch.arange(text_length)
+    ids, txt_ids = positions(tokens, text_length, images=1 + images)
+    count = ids.shape[1]
     references = {}
     if images:
         references = {
-            "image_cond_hidden_states": normal(batch, images * height * width, CHANNELS).to(dtype),
+            "image_cond_hidden_states": normal(batch, images * count, CHANNELS).to(dtype),
             "image_cond_ids": ids[1:].flatten(0, 1),
         }
     return {
-        "hidden_states": normal(batch, height * width, CHANNELS).to(dtype),
+        "hidden_states": normal(batch, count, CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
         "timestep": family.powers_of_two(normal, batch, 1 / 8).to(dtype),
         "img_ids": ids[0],
@@ -59,11 +51,8 @@ FLUX3 = family.Family(
         "attention": "mode_blocks.image.0.attn",
         "qk_norm": "mode_blocks.image.0.attn.norm_q",
         "linear": "mode_blocks.image.0.attn.to_k",
-        "single_block": "single_transformer_blocks.0",
-        "last_block": "single_transformer_blocks.1",
-        "single_attention": "single_transformer_blocks.0.attn",
+        **SINGLE_PARTS,
         "norm": "txt_mode_blocks.1.norm",
-        "single_norm": "single_transformer_blocks.1.norm",
         "output": "single_transformer_blocks.0.attn.to_out.0",
         "gated_feed_forward": "mode_blocks.image.0.ff",
         "activation": "single_transformer_blocks.0.ff.act_fn",
@@ -73,9 +62,8 @@ FLUX3 = family.Family(
         "rope": "pos_embed",
     },
     lora_targets=[*family.ATTENTION_LORA, "ff.linear_in", "ff.linear_out"],
-    module="diffusers.models.transformers.transformer_flux3",
     processor="Flux3AttnProcessor",
+    one_block=BLOCKS["one_block"],
     block_lists=("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks"),
     condition="temb_mod",
-    one_block={"blocks": 1, "single_blocks": 1},
 )

@@ -4,12 +4,10 @@ import torch
 
 import family
 from family import powers_of_two, text_mask
+from family_flux import BLOCKS, FLUX, SINGLE_FEED_FORWARD_PARTS, SINGLE_PARTS
 
-CHANNELS = 4
-TEXT_CHANNELS = 24
-GLYPH_CHANNELS = 20
-IMAGE_CHANNELS = 16
-POOLED_CHANNELS = 12
+CHANNELS, TEXT_CHANNELS, POOLED_CHANNELS = 4, 24, 12
+GLYPH_CHANNELS, IMAGE_CHANNELS = 20, 16
 MODULATIONS = ("norm.linear", "norm1.linear", "norm1_context.linear", "norm_out.linear")
 
 
@@ -115,7 +113,6 @@ PARTS = {
     "inner_norm": "transformer_blocks.1.norm1.norm",
 }
 OPTIONS = {**family.TWO_STREAM_OPTIONS, "padding first": {"holes": True}}
-_MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 
 HUNYUAN_VIDEO = family.Family(
     name="hunyuan_video",
@@ -125,23 +122,14 @@ HUNYUAN_VIDEO = family.Family(
     options=OPTIONS,
     parts={
         **PARTS,
-        "single_block": "single_transformer_blocks.0",
-        "last_block": "single_transformer_blocks.1",
-        "single_attention": "single_transformer_blocks.0.attn",
-        "single_norm": "single_transformer_blocks.1.norm",
-        "output": "single_transformer_blocks.0.proj_out",
-        "up": "single_transformer_blocks.0.proj_mlp",
-        "gelu": "single_transformer_blocks.0.act_mlp",
+        **SINGLE_PARTS,
+        **SINGLE_FEED_FORWARD_PARTS,
     },
-    lora_targets=[
-        *(*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "proj_mlp", "proj_out", "norm1.linear")
-    ],
+    lora_targets=FLUX.lora_targets,
     caches=("first_block", "pyramid", "taylorseer", "mag"),
-    module=_MODULE,
     processor="HunyuanVideoAttnProcessor2_0",
     functions=("dispatch_attention_fn",),
-    block_lists=("transformer_blocks", "single_transformer_blocks"),
-    one_block={"blocks": 1, "single_blocks": 1},
+    **BLOCKS,
 )
 HUNYUAN_VIDEO15 = family.Family(
     name="hunyuan_video15",
@@ -155,7 +143,6 @@ HUNYUAN_VIDEO15 = family.Family(
     parts=PARTS,
     lora_targets=[*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "norm1.linear"],
     caches=("pyramid", "taylorseer"),
-    module=f"{_MODULE}15",
     processor="HunyuanVideo15AttnProcessor2_0",
     functions=("dispatch_attention_fn",),
 )

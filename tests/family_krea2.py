@@ -4,9 +4,7 @@ import torch
 
 import family
 
-CHANNELS = 8
-TEXT_LAYERS = 3
-TEXT_CHANNELS = 32
+CHANNELS, TEXT_CHANNELS, TEXT_LAYERS = 8, 32, 3
 
 
 def _finish(model):
@@ -70,7 +68,6 @@ KREA2 = family.Family(
         "rope": "rotary_emb",
     },
     lora_targets=[*family.ATTENTION_LORA[:3], "to_gate", "to_out.0", "ff.gate", "ff.up", "ff.down"],
-    module="diffusers.models.transformers.transformer_krea2",
     processor="Krea2AttnProcessor",
     block_lists=(
         "text_fusion.layerwise_blocks",

@@ -37,6 +37,5 @@ LTX = family.Family(
     options={"padded text": {}, "full mask": {"mask": "full"}, **OPTIONS},
     parts=PARTS,
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
-    module="diffusers.models.transformers.transformer_ltx",
     processor="LTXVideoAttnProcessor",
 )

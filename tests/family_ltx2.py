@@ -92,7 +92,6 @@ LTX2 = family.Family(
         "cross_norm": "transformer_blocks.0.audio_to_video_norm",
     },
     caches=("pyramid", "taylorseer"),
-    module="diffusers.models.transformers.transformer_ltx2",
     functions=(
         *("apply_interleaved_rotary_emb", "apply_split_rotary_emb", "dispatch_attention_fn"),
     ),

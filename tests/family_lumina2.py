@@ -54,7 +54,6 @@ LUMINA2 = family.Family(
         "modulation": "layers.0.norm1.linear",
     },
     lora_targets=[*family.ATTENTION_LORA, *(f"feed_forward.linear_{i}" for i in (1, 2, 3))],
-    module="diffusers.models.transformers.transformer_lumina2",
     processor="Lumina2AttnProcessor2_0",
     block_lists=("context_refiner", "noise_refiner", "layers"),
     functions=("apply_rotary_emb",),

@@ -64,7 +64,6 @@ MINIMAX_H3 = family.Family(
         "modulation": "transformer_blocks.0.adaln_proj.linear",
         "rope": "rope",
     },
-    module="diffusers.models.transformers.transformer_minimax_h3",
     functions=("_apply_rotary_emb", "dispatch_attention_fn"),
     processor="MiniMaxH3AttnProcessor",
     block_lists=("token_refiner.refiner_blocks", "transformer_blocks"),

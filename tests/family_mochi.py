@@ -70,7 +70,6 @@ MOCHI = family.Family(
         "output": "transformer_blocks.0.attn1.to_out.0",
     },
     lora_targets=[*family.JOINT_LORA, *family.FEED_FORWARD_LORA, "norm1.linear"],
-    module="diffusers.models.transformers.transformer_mochi",
     processor="MochiAttnProcessor2_0",
     functions=(),
     has_backends=False,

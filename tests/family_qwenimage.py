@@ -2,8 +2,7 @@
 
 import family
 
-CHANNELS = 8
-TEXT_CHANNELS = 24
+CHANNELS, TEXT_CHANNELS = 8, 24
 _MODULATIONS = ("img_mod.1", "txt_mod.1", "norm_out.linear")
 
 
@@ -56,7 +55,6 @@ QWEN_IMAGE = family.Family(
     },
     lora_targets=[*family.JOINT_LORA, "img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"],
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
-    module="diffusers.models.transformers.transformer_qwenimage",
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenDoubleStreamAttnProcessor2_0",
 )

@@ -4,8 +4,7 @@ import torch
 
 import family
 
-CHANNELS = 8
-TEXT_CHANNELS = 24
+CHANNELS, TEXT_CHANNELS = 8, 24
 
 
 def _finish(model):
@@ -73,7 +72,6 @@ QWEN_IMAGE21 = family.Family(
         "rope": "pos_embed",
     },
     lora_targets=[*family.ATTENTION_LORA, "proj", "gate_layer", "img_mlp.out"],
-    module="diffusers.models.transformers.transformer_qwenimage21",
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenImage21AttnProcessor",
     condition="modulation",

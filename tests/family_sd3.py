@@ -2,9 +2,7 @@
 
 import family
 
-CHANNELS = 4
-TEXT_CHANNELS = 24
-POOLED_CHANNELS = 12
+CHANNELS, TEXT_CHANNELS, POOLED_CHANNELS = 4, 24, 12
 _MODULATIONS = ("norm1.linear", "norm1_context.linear", "norm_out.linear")
 
 

@@ -4,8 +4,7 @@ import diffusers
 
 import family
 
-CHANNELS = 4
-TEXT_CHANNELS = 24
+CHANNELS, TEXT_CHANNELS = 4, 24
 
 
 def _is_kept(name):
@@ -60,7 +59,6 @@ WAN = family.Family(
     },
     lora_targets=[*family.ATTENTION_LORA, "ffn.net.0.proj", "ffn.net.2"],
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
-    module="diffusers.models.transformers.transformer_wan",
     functions=("dispatch_attention_fn",),
     processor="WanAttnProcessor",
     block_lists=("blocks",),

@@ -101,7 +101,6 @@ Z_IMAGE = family.Family(
         "modulation": "layers.0.adaLN_modulation.0",
     },
     lora_targets=[*family.ATTENTION_LORA, "w1", "w2", "w3"],
-    module="diffusers.models.transformers.transformer_z_image",
     processor="ZSingleStreamAttnProcessor",
     block_lists=("noise_refiner", "context_refiner", "layers"),
     condition="adaln_input",

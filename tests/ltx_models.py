@@ -15,7 +15,7 @@ from diffusers import (
 from torch.utils import _pytree as pytree
 
 from checks import Observer
-from family import run, seeded
+from family import padded, run, seeded
 
 CHANNELS = 8
 CAPTION_CHANNELS = 24
@@ -73,18 +73,15 @@ def make_inputs(
     """
     normal = seeded(seed, device)
     tokens = grid[0] * grid[1] * grid[2]
-    encoder_attention_mask = None
     if mask is not None:
-        lengths = torch.arange(batch) * 3 % text_length + 2
-        if mask == "full":
-            lengths[:] = text_length
-        encoder_attention_mask = (torch.arange(text_length) < lengths[:, None]).to(device).long()
+        shortest = text_length if mask == "full" else 2
+        mask = padded(batch, text_length, shortest).to(device).long()
     timestep = normal(batch, tokens) if per_token else normal(batch)
     return {
         "hidden_states": normal(batch, tokens, CHANNELS).to(dtype),
         "encoder_hidden_states": normal(batch, text_length, CAPTION_CHANNELS).to(dtype),
         "timestep": timestep.sigmoid() * 1000,
-        "encoder_attention_mask": encoder_attention_mask,
+        "encoder_attention_mask": mask,
         **dict(zip(("num_frames", "height", "width"), grid, strict=True)),
         "rope_interpolation_scale": (0.32, 32.0, 32.0),
         **options,
@@ -197,12 +194,7 @@ def calls_of(blocks, *, joined=None, **changes):
     operation. A keyword overrides the number of calls per block.
     """
     joined = blocks - 1 if joined is None else joined
-    one_block = {
-        "qk_norm_coordinate_rope": 1,
-        "rms_norm": 2,
-        "gelu": 1,
-        **changes,
-    }
+    one_block = {"qk_norm_coordinate_rope": 1, "rms_norm": 2, "gelu": 1, **changes}
     calls = {name: count * blocks for name, count in one_block.items()}
     calls["rms_norm_modulate"] = blocks - joined
     calls["gated_residual"] = 2 * blocks - joined
