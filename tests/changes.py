@@ -23,9 +23,7 @@ from torch import nn
 
 import fp8_models
 from random_inputs import offset
-
-# --------------------------------------------------------------------------------------------------
-# Values
+from small_models import normal
 
 WAYS = ("replace", "in place", "view", "data", "detached")
 
@@ -66,10 +64,6 @@ def changing(function):
         return change_values(function(*args, **kwargs))
 
     return wrapper
-
-
-# --------------------------------------------------------------------------------------------------
-# Hooks
 
 
 class Counted(accelerate.hooks.ModelHook):
@@ -145,10 +139,6 @@ HOOKS = {
     "diffusers around accelerate": _nested(_add_accelerate_chain, _add_diffusers_hooks),
     "accelerate around diffusers": _nested(_add_diffusers_hooks, _add_accelerate_chain),
 }
-
-
-# --------------------------------------------------------------------------------------------------
-# Parts
 
 
 class Wrap(nn.Module):
@@ -289,6 +279,29 @@ def change_lora(model, action, name):
         "fuse": model.fuse_lora,
         "unfuse": model.unfuse_lora,
     }[action]()
+
+
+def load_ip_adapter(unet, tokens=4):
+    """Weights of an IP-Adapter for each cross-attention, and of the projection of an image's embedding."""
+    generator = torch.Generator().manual_seed(2)
+
+    def weights(*shape):
+        return 0.2 * torch.randn(shape, generator=generator)
+
+    projection = {"proj.weight": weights(tokens * 24, 10), "proj.bias": weights(tokens * 24)}
+    projection |= {"norm.weight": 1 + weights(24), "norm.bias": weights(24)}
+    of_attentions = {}
+    for i, name in enumerate(unet.attn_processors):
+        if "attn2" in name:
+            channels = unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
+            of_attentions |= {f"{i}.to_{part}_ip.weight": weights(channels, 24) for part in "kv"}
+    states = [{"image_proj": projection, "ip_adapter": of_attentions}]
+    unet._load_ip_adapter_weights(states, low_cpu_mem_usage=False)
+
+
+def image_embeds():
+    """The argument of a call with such an adapter."""
+    return {"added_cond_kwargs": {"image_embeds": [normal(2, 1, 10)]}}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -541,10 +554,6 @@ def compile_blocks(family, model, **options):
         return
     for block in family.blocks(model):
         block.compile(**options)
-
-
-# --------------------------------------------------------------------------------------------------
-# Derivatives
 
 
 def weighted_sum(out):

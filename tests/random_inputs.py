@@ -3,6 +3,8 @@
 A form is a function of keyword arguments that returns (args, kwargs) with the same values in another form.
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -15,33 +17,20 @@ def _floating_names(arguments):
     ]
 
 
-def _with_tensors(change):
-    """Change all tensors."""
+def _with(names, change):
+    """Change the arguments with these names."""
 
     def form(arguments):
-        return (), {
-            name: change(value) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-        }
+        return (), {**arguments, **{name: change(arguments[name]) for name in names(arguments)}}
 
     return form
 
 
-def _with_first(change):
-    """Change the first floating-point tensor."""
-
-    def form(arguments):
-        name = _floating_names(arguments)[0]
-        return (), {**arguments, name: change(arguments[name])}
-
-    return form
-
-
-def _with_timestep(change):
-    def form(arguments):
-        return (), {**arguments, "timestep": change(arguments["timestep"])}
-
-    return form
+_with_tensors = functools.partial(
+    _with, lambda given: [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+)
+_with_first = functools.partial(_with, lambda given: [_floating_names(given)[0]])
+_with_timestep = functools.partial(_with, lambda given: ["timestep"])
 
 
 def offset(tensor):

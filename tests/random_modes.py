@@ -55,28 +55,24 @@ class Interrupt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class ScalingFunctionMode(TorchFunctionMode):
-    """Changes the results of a function, if one is given."""
+class Scaling:
+    """Changes the results of a function or an operator, if one is given."""
 
-    def __init__(self, function=None):
+    def __init__(self, changed=None):
         super().__init__()
-        self._function = function
+        self._changed = changed
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def _scale(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        return result * 1.5 if func is self._function else result
+        return result * 1.5 if func is self._changed else result
 
 
-class ScalingDispatchMode(TorchDispatchMode):
-    """Changes the results of an operator, if one is given."""
+class ScalingFunctionMode(Scaling, TorchFunctionMode):
+    __torch_function__ = Scaling._scale
 
-    def __init__(self, operator=None):
-        super().__init__()
-        self._operator = operator
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 1.5 if func is self._operator else result
+class ScalingDispatchMode(Scaling, TorchDispatchMode):
+    __torch_dispatch__ = Scaling._scale
 
 
 @contextlib.contextmanager
@@ -124,6 +120,15 @@ def autocast(twins, call):
         return without_grad()(twins, call)
 
 
+def run_threads(target, count):
+    """Call ``target(i)`` in one thread for each i below a count."""
+    threads = [threading.Thread(target=target, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def in_threads(functions):
     results = [None] * len(functions)
 
@@ -134,11 +139,7 @@ def in_threads(functions):
         except BaseException as error:
             results[i] = error
 
-    threads = [threading.Thread(target=target, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(target, len(functions))
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         try:
@@ -163,10 +164,6 @@ def in_three_threads(twins, call):
     if any(state) or any(module.training for module in twins.plain.modules()):
         return in_thread(twins, call)
     return in_threads([functools.partial(without_grad(), twins, call)] * 3)
-
-
-# --------------------------------------------------------------------------------------------------
-# Transforms
 
 
 def with_other_weights(call):
@@ -226,9 +223,6 @@ def forward_differentiated(twins, call):
     with sdpa_kernel(SDPBackend.MATH):
         out, tangent = torch.func.jvp(function, primals, tangents)
     return out.detach(), tangent.detach()
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def default_device(twins, call):

@@ -68,21 +68,16 @@ from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 IN_FULL = {**FAMILIES, TRAINED_LTX.name: TRAINED_LTX}
 MODELS = collections.ChainMap(IN_FULL, Families())
 
-# float32: both models do the same arithmetic in another order. 1e-4 of the output's norm is some hundred
-# times the difference that this causes, and a hundredth of what one wrong token causes.
+# float32: the same arithmetic in another order. The limit is some hundred times the difference that this
+# causes, and a hundredth of what one wrong token causes.
 #
-# 16 bits: the rounding errors of both are independent, so only their sizes can be compared: the distances
-# from a float32 model, to which each action is also applied. Their ratio varies between forwards: for correct
-# models it was between 0.61 and 1.51 for the output in 400 forwards of FLUX.1, and between 0.46 and 1.98 for
-# the gradient in 160. A quarter of the dtype's epsilon covers plain models whose error is small by chance.
-# One wrong block is 10 to 100 times the error.
+# 16 bits: the distances of both from a float32 model, to which each action is also applied. Their ratio was
+# 0.61 to 1.51 (outputs of 400 correct forwards of FLUX.1) and 0.46 to 1.98 (160 gradients). A quarter of the
+# dtype's epsilon covers small errors of the plain model. One wrong block is 10 to 100 times the error.
 #
-# FP8: as 16 bits. The float32 model has the dequantized weights and quantizes no inputs. The ratio was
-# between 0.61 and 1.49 for the output in 1900 forwards of all models, and between 0.64 and 1.41 for the
-# gradient in 90. For outputs of 12 to 68 elements it was between 0.42 and 2.65. In one layer, the rows of
-# another call exceed the limit 2 to 12 times, scales that are 1.5 times too large 1 to 5 times, and one
-# wrong token 2 to 3 times in LTX-Video, but not always in FLUX.1 and Stable Diffusion 3. An adapter that is
-# left out exceeds it 9 to 23 times. Without a float32 model, the sequence ends.
+# FP8: as 16 bits; the float32 model quantizes no inputs. The ratio was 0.61 to 1.49 (1900 outputs), 0.64 to
+# 1.41 (90 gradients), and 0.42 to 2.65 (outputs of 12 to 68 elements). Another call's rows in one layer are 2
+# to 12 times the limit, scales that are 1.5 times too large 1 to 5 times, a left-out adapter 9 to 23 times.
 FLOAT32_LIMIT = 1e-4
 FLOAT32_GRADIENT_LIMIT = 1e-3
 ROUNDED_LIMIT = 1.75
@@ -218,10 +213,6 @@ class Action(NamedTuple):
 ACTIONS: dict[str, Action] = {}
 
 
-def always(twins):
-    return True
-
-
 def is_resident(twins):
     return not twins.offloading
 
@@ -241,7 +232,7 @@ def can_load_weights(twins):
     return has_original_weights(twins) and not (twins.adapters or twins.restructured or twins.fp8)
 
 
-def action(weight, with_graphs, allowed=always, **arguments):
+def action(weight, with_graphs, allowed=lambda twins: True, **arguments):
     """Register a method of Twins. A call does nothing if the action is not allowed.
 
     Actions that prevent captures have lower weights with graphs, and those that end them higher ones. See
@@ -820,11 +811,8 @@ class Twins:
         except Difference as difference:
             # In-place changes and inference tensors may break one of two equivalent autograd graphs. Then
             # hooks and caches have observed different parts of the two, and the sequence ends.
-            if (
-                not self.graphs
-                and (is_gradient or mode == "grad")
-                and "no error" in str(difference)
-            ):
+            is_broken = (is_gradient or mode == "grad") and "no error" in str(difference)
+            if is_broken and not self.graphs:
                 raise Refused(str(difference)) from None
             raise
         if seen[False] != seen[True]:

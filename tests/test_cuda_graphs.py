@@ -25,6 +25,7 @@ from checks import compute_as_other_threads
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, WAITING
 from graphs import Pair, graphs, module_of  # noqa: F401
+from random_modes import run_threads
 from random_sequences import Twins
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
@@ -54,10 +55,6 @@ class OwnLinear(nn.Module):
 
 def replace_proj_in(make):
     return lambda model: setattr(model, "proj_in", make(model.proj_in))
-
-
-# ------------------------------------------------------------------------------------------------
-# Values
 
 
 @pytest.mark.parametrize(
@@ -182,10 +179,6 @@ def test_models_in_part(graphs, device, small):  # noqa: F811
         assert calls.replayed >= 1  # a late import
 
 
-# ------------------------------------------------------------------------------------------------
-# Signatures
-
-
 def test_the_graph_used_least_recently_goes_first(graphs, device):  # noqa: F811
     pair = Pair(graphs, LTX, device, config=ONE_BLOCK, max_cuda_graphs=2)
     state = pair.model.forward.__self__
@@ -282,21 +275,16 @@ def swap_blocks(model):
     blocks["0"], blocks["1"] = blocks["1"], blocks["0"]
 
 
-def drop_a_block(model):
-    del model.transformer_blocks[1]
+def act(name, **arguments):
+    return lambda twins: getattr(twins, name)(**arguments)
 
 
 def change_weight(how):
-    module = ATTENTION if "swap" in how else LINEAR
-    return lambda twins: twins.change_weight(module=module, how=how)
+    return act("change_weight", module=ATTENTION if "swap" in how else LINEAR, how=how)
 
 
 def set_attribute(path, name, value):
     return lambda twins: twins.apply_to_part(path, lambda part: setattr(part, name, value))
-
-
-def offload(kind):
-    return lambda twins: twins.offload(kind=kind)
 
 
 TWO_BLOCKS = ("swapped blocks", "a dropped block", "cache")
@@ -305,37 +293,32 @@ SAME, ANEW, UNKNOWN = "same", "anew", "unknown"
 CHANGES = {
     **{f"weight {how}": (change_weight(how), ANEW) for how in WEIGHT_CHANGES},
     **{f"weight {how}": (change_weight(how), SAME) for how in ("mul_", "data.mul_", "nan", "set_")},
-    "weights that are loaded": (lambda twins: twins.load_weights(seed=2), SAME),
-    "weights that are assigned": (lambda twins: twins.load_weights(seed=2, assign=True), ANEW),
-    "another module": (lambda twins: twins.replace(module=LINEAR, kind="another"), ANEW),
+    "weights that are loaded": (act("load_weights", seed=2), SAME),
+    "weights that are assigned": (act("load_weights", seed=2, assign=True), ANEW),
+    "another module": (act("replace", module=LINEAR, kind="another"), ANEW),
     "swapped blocks": (lambda twins: twins.apply(swap_blocks), ANEW),
-    "a dropped block": (lambda twins: twins.apply(drop_a_block), ANEW),
+    "a dropped block": (lambda twins: twins.apply(lambda m: m.transformer_blocks.pop(1)), ANEW),
     "eps": (set_attribute(NORM, "eps", 0.5), ANEW),
     "heads": (set_attribute(ATTENTION, "heads", 4), ANEW),
     "no bias": (set_attribute(LINEAR, "bias", None), ANEW),
-    "table": (lambda twins: twins.change_weight(module=BLOCK, how="data ="), ANEW),
-    "to another dtype and back": (lambda twins: twins.to_and_back(dtype="float16"), ANEW),
-    "config": (lambda twins: twins.change_attribute(module="", how="config"), ANEW),
-    "processor": (lambda twins: twins.set_processor(module=ATTENTION, kind="subclass"), ANEW),
-    "two levels down": (
-        lambda twins: twins.change_attribute(module=ATTENTION, how="processor note"),
-        ANEW,
-    ),
-    "class": (lambda twins: twins.change_attribute(module="", how="class"), ANEW),
-    "quantized": (lambda twins: twins.quantize(module="transformer_blocks"), ANEW),
-    "patched function": (lambda twins: twins.patch(name="F.gelu"), ANEW),
-    "patched class": (lambda twins: twins.patch(name="Linear.forward"), ANEW),
-    "patched function of diffusers": (lambda twins: twins.patch(name="apply_rotary_emb"), ANEW),
-    "backend": (lambda twins: twins.set_attention_backend(name="_native_math"), ANEW),
+    "table": (act("change_weight", module=BLOCK, how="data ="), ANEW),
+    "to another dtype and back": (act("to_and_back", dtype="float16"), ANEW),
+    "config": (act("change_attribute", module="", how="config"), ANEW),
+    "processor": (act("set_processor", module=ATTENTION, kind="subclass"), ANEW),
+    "two levels down": (act("change_attribute", module=ATTENTION, how="processor note"), ANEW),
+    "class": (act("change_attribute", module="", how="class"), ANEW),
+    "quantized": (act("quantize", module="transformer_blocks"), ANEW),
+    "patched function": (act("patch", name="F.gelu"), ANEW),
+    "patched class": (act("patch", name="Linear.forward"), ANEW),
+    "patched function of diffusers": (act("patch", name="apply_rotary_emb"), ANEW),
+    "backend": (act("set_attention_backend", name="_native_math"), ANEW),
     "hook on a linear layer": (lambda twins: twins.apply(hook_a_linear), UNKNOWN),
-    "hook on a block": (lambda twins: twins.hook(module=BLOCK, kind="pre", way="none"), UNKNOWN),
-    "forward on the instance": (lambda twins: twins.wrap_forward(module=LINEAR), UNKNOWN),
-    **{
-        f"offload {kind}": (offload(kind), UNKNOWN)
-        for kind in ("sequential", "model", "leaf_level")
-    },
-    "layerwise casting": (lambda twins: twins.layerwise_casting(), UNKNOWN),
-    "cache": (lambda twins: twins.enable_cache(name="first_block"), UNKNOWN),
+    "hook on a block": (act("hook", module=BLOCK, kind="pre", way="none"), UNKNOWN),
+    "forward on the instance": (act("wrap_forward", module=LINEAR), UNKNOWN),
+    **{f"offload {k}": (act("offload", kind=k), UNKNOWN) for k in ("sequential", "model")},
+    "offload leaf_level": (act("offload", kind="leaf_level"), UNKNOWN),
+    "layerwise casting": (act("layerwise_casting"), UNKNOWN),
+    "cache": (act("enable_cache", name="first_block"), UNKNOWN),
 }
 
 
@@ -397,16 +380,15 @@ def activate_both(model):
     model.set_adapters(["adapter1", "adapter2"], weights=[0.3, 2.0])
 
 
-def change_lora(action):
-    return lambda twins: twins.change_lora(action=action)
-
-
 ADAPTERS = {
-    "add_lora": lambda twins: twins.add_lora(seed=1),
+    "add_lora": act("add_lora", seed=1),
     "set_scale": lambda twins: twins.apply(set_scale_alone),
-    "add another": lambda twins: twins.add_lora(seed=2),
+    "add another": act("add_lora", seed=2),
     "set_adapters": lambda twins: twins.apply(activate_both),
-    **{name: change_lora(name) for name in ("disable", "enable", "fuse", "unfuse", "delete")},
+    **{
+        name: act("change_lora", action=name)
+        for name in ("disable", "enable", "fuse", "unfuse", "delete")
+    },
     "unload_lora": lambda twins: twins.apply(lambda model: model.unload_lora()),
 }
 
@@ -482,27 +464,18 @@ class ValueReader(OwnLinear):
         return out if result is None else out + result * 0
 
 
-def write_by_mask(module, out):
-    large = out > 100
-    out[large] = out[large] * 0
-
-
-def add_to_buffer(module, out):
-    module.sum += 1
-
-
 RAISED = "its capture raised"
 UNREPEATABLE = {  # what is added, times 0, and why there is no graph
     "item": (lambda module, out: out.abs().max().item(), RAISED),
     "nonzero": (lambda module, out: out.nonzero().numel(), RAISED),
     "mask": (lambda module, out: out[out > 0].sum(), RAISED),
-    "masked write": (write_by_mask, RAISED),
+    "masked write": (lambda module, out: out.__setitem__(out > 100, out[out > 100] * 0), RAISED),
     "random": (lambda module, out: torch.zeros_like(out).normal_(), RAISED),
     "dropout": (lambda module, out: F.dropout(out, 0.5, training=True), RAISED),
     "to host": (lambda module, out: out.cpu().sum().to(out.device), RAISED),
     "keep": (lambda module, out: setattr(module, "kept", [out]), "changes"),
     "count": (lambda module, out: setattr(module, "calls", module.calls + 1), "changes"),
-    "write to a buffer": (add_to_buffer, "writes"),
+    "write to a buffer": (lambda module, out: module.sum.add_(1), "writes"),
 }
 
 
@@ -694,13 +667,11 @@ def test_ctrl_c_in_a_capture(pair, graphs, monkeypatch, at):  # noqa: F811
     assert pair.calls.captured == 1
 
 
-def out_of_memory(tensor):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
 def test_too_little_memory_for_what_a_replay_returns(pair, graphs, monkeypatch):  # noqa: F811
-    pair.captured()
+    def out_of_memory(tensor):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
+    pair.captured()
     with monkeypatch.context() as patches:
         patches.setattr(module_of(graphs, "graph_capture"), "like", out_of_memory)
         pair.call()
@@ -733,7 +704,6 @@ def test_ctrl_c_while_graphs_are_dropped(pair, graphs, monkeypatch):  # noqa: F8
 
 def test_threads(graphs, device):  # noqa: F811
     pair = Pair(graphs, LTX, device)
-    expected = {}
     with torch.inference_mode():
         jobs = [pair.inputs(tokens=1 + i % 3) for i in range(24)]
         expected = [pair.plain(**job, return_dict=False)[0] for job in jobs]
@@ -745,11 +715,7 @@ def test_threads(graphs, device):  # noqa: F811
             for i in range(first, len(jobs), 4):
                 results[i] = pair.model(**jobs[i], return_dict=False)[0]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 4)
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     calls = pair.calls
     assert calls.captured + calls.replayed + sum(calls.uncaptured.values()) == len(jobs)

@@ -19,10 +19,6 @@ TOKENS = ltx_models.GRID[0] * ltx_models.GRID[1] * ltx_models.GRID[2]
 TEXT_LENGTH = ltx_models.TEXT_LENGTH
 
 
-# ------------------------------------------------------------------------------------------------
-# Values
-
-
 def per_sample_scales():
     values = ((0.3, 0.5), (32.0, 20.0), (32.0, 40.0))
     return tuple(torch.tensor(pair_).view(2, 1, 1, 1, 1) for pair_ in values)
@@ -88,10 +84,6 @@ def test_angles_have_the_models_bits(kernel, device, case):
     assert rope.rope.coordinates.shape[0] == (2 if options else 1)
     for mine, theirs in zip(rope.rope.tables(2048), tables, strict=True):
         assert torch.equal(mine.expand_as(theirs), theirs)
-
-
-# ------------------------------------------------------------------------------------------------
-# The report
 
 
 def test_report_names_each_module(kernel, device, capfd, caplog):

@@ -33,10 +33,6 @@ class Biases(KernelCalls):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-# ------------------------------------------------------------------------------------------------
-# Where the kernel runs, by the dtype of the text's bias that it is given
-
-
 def biases(model, arguments):
     with Biases() as calls:
         run(model, arguments)
@@ -125,10 +121,6 @@ def test_gradients_of_16_bits(kernel, device):
     assert kernel_calls(lambda: model(**arguments))["attention"] == 4
 
 
-# ------------------------------------------------------------------------------------------------
-# The user's choices
-
-
 def test_backend_of_one_module(kernel, device):
     """The choice is read at each call, and belongs only to that module's processor."""
     model, plain, _ = pair(kernel, device, **BFLOAT16)
@@ -179,19 +171,8 @@ def test_masks_of_other_backends(kernel, device, masks):
 class Changed:
     """A foreign function with another parameter."""
 
-    def __call__(
-        self,
-        attn,
-        hidden_states,
-        encoder_hidden_states=None,
-        attention_mask=None,
-        image_rotary_emb=None,
-        strength=0.5,
-    ):
-        result = LTXVideoAttnProcessor()(
-            attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-        )
-        return result * strength
+    def __call__(self, attn, hidden_states, *args, strength=0.5):
+        return LTXVideoAttnProcessor()(attn, hidden_states, *args) * strength
 
 
 def test_unexpected_attention_kwargs(kernel, device, caplog):
@@ -206,12 +187,8 @@ def test_unexpected_attention_kwargs(kernel, device, caplog):
         caplog.clear()
         with torch.no_grad():
             block.attn1(x, nonsense=1)
-            results.append(
-                (
-                    block.attn1.processor(block.attn1, x),
-                    block.attn2(x, encoder_hidden_states=x, strength=0.25),
-                )
-            )
+            of_processor = block.attn1.processor(block.attn1, x)
+            results.append((of_processor, block.attn2(x, encoder_hidden_states=x, strength=0.25)))
         said = [record.getMessage() for record in caplog.records]
         messages.append([message for message in said if "nonsense" in message])
     assert messages[0] == messages[1]

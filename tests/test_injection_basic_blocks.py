@@ -101,10 +101,6 @@ def test_norms_alone(kernel, device, options):
     assert_alike(model, plain, arguments)
 
 
-# --------------------------------------------------------------------------------------------------
-# Other kinds of blocks, and other calls
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -186,10 +182,6 @@ def test_arguments_that_are_for_the_processors(kernel, device):
         assert_alike(model, plain, arguments, times=1)
     fallen = [calls.fell_back for calls in report.calls if calls.module == BLOCK]
     assert fallen == [{"it was given a scale": 1}] * BLOCKS
-
-
-# --------------------------------------------------------------------------------------------------
-# Users' changes
 
 
 class Halving(AttnProcessor2_0):

@@ -150,10 +150,6 @@ def test_spatial_norms_are_reported(kernel, device):
     assert "encoder.mid_block.resnets.0" not in reasons
 
 
-# --------------------------------------------------------------------------------------------------
-# Ways of encoding and decoding
-
-
 def _tile(vae):
     vae.enable_tiling()
     for name in list(vars(vae)):
@@ -166,16 +162,14 @@ def _tile(vae):
         vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 16, 8
 
 
-def _slice(vae):
-    vae.enable_slicing()
-
-
 def _by_frames(vae):
     vae.use_framewise_decoding = vae.use_framewise_encoding = True
     vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 8, 4
 
 
-@pytest.mark.parametrize("change", [_tile, _slice], ids=["tiles", "slices"])
+@pytest.mark.parametrize(
+    "change", [_tile, lambda vae: vae.enable_slicing()], ids=["tiles", "slices"]
+)
 @some("kl", "wan", "qwenimage", "hunyuan15")
 def test_tiles_and_slices(kernel, device, small, change):
     model, plain, report, arguments = pair(kernel, small, device, change=change)
@@ -226,10 +220,6 @@ def test_dtype_that_changes(kernel, device, small):
     assert_only_attention_fell_back(report)
 
 
-# --------------------------------------------------------------------------------------------------
-# What falls back
-
-
 @one_of_each_norm
 def test_autocast(kernel, device, small):
     model, plain, report, arguments = pair(kernel, small, device)
@@ -271,19 +261,8 @@ def test_compiled(kernel, device, name):
     assert inside and not any(entry.on_kernels for entry in inside)
 
 
-# --------------------------------------------------------------------------------------------------
-# Hooks and replaced parts
-
-
 def resnet_of(vae):
     return vae.decoder.mid_block.resnets[0]
-
-
-class Norm(nn.Module):
-    """A norm that a user puts in another's place."""
-
-    def forward(self, x):
-        return x * 0.7
 
 
 class Doubled(nn.Module):
@@ -295,10 +274,6 @@ def hook(module):
     module.register_forward_hook(lambda _, args, result: result * 1.5)
 
 
-def set_norm(vae):
-    resnet_of(vae).norm2 = Norm()
-
-
 CHANGES = {
     "hook on a norm": (lambda vae: hook(resnet_of(vae).norm1), "norm1 has hooks"),
     "hook on the activation": (
@@ -307,7 +282,7 @@ CHANGES = {
     ),
     "hook on a convolution": (lambda vae: hook(resnet_of(vae).conv2), None),
     "hook on a resnet": (lambda vae: hook(resnet_of(vae)), None),
-    "another norm": (set_norm, "norm2 is a"),
+    "another norm": (lambda vae: setattr(resnet_of(vae), "norm2", Doubled()), "norm2 is a"),
     "another activation": (
         lambda vae: setattr(resnet_of(vae), "nonlinearity", nn.Mish()),
         "activation is a torch.nn.modules.activation.Mish",
@@ -384,10 +359,6 @@ def test_offloading(kernel, device):
         for is_first in (True, False):
             model, plain, _, arguments = small_pair(kernel, "wan", device, change, is_first)
             assert_same(model, plain, arguments, decode)
-
-
-# --------------------------------------------------------------------------------------------------
-# Parts
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
@@ -514,10 +485,6 @@ def test_causal_mask_has_the_same_bits(kernel, device, dtype):
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
     assert on_kernels(report) == {"HunyuanVideo15AttnBlock": 1}
-
-
-# --------------------------------------------------------------------------------------------------
-# Pipelines
 
 
 def test_a_pipeline(kernel, device):

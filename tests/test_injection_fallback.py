@@ -35,10 +35,6 @@ def injected(kernel, device):
     return model, kernel.inject_kernels(model), inputs(model)
 
 
-# ------------------------------------------------------------------------------------------------
-# Causes of fallbacks
-
-
 def in_autocast(model, arguments):
     with torch.autocast(model.device.type, dtype=torch.bfloat16):
         return run(model, arguments)
@@ -108,10 +104,6 @@ def warnings(caplog):
 
 def counts(report):
     return {entry.name: (entry.on_kernels, dict(entry.fell_back)) for entry in report.calls}
-
-
-# ------------------------------------------------------------------------------------------------
-# Counts
 
 
 def test_counts_are_live(kernel, injected):
@@ -219,10 +211,6 @@ def test_another_reason_and_another_model_are_logged_again(kernel, injected, dev
     assert len(warnings(caplog)) == first + 2
 
 
-# ------------------------------------------------------------------------------------------------
-# Strict
-
-
 @every_fall_back
 def test_strict_raises(kernel, device, monkeypatch, fall_back):
     """One sentence, which names the module, its class and the reason; the error leaves nothing behind."""
@@ -294,10 +282,6 @@ def test_choices_of_the_user_are_no_fall_backs(kernel, injected, monkeypatch, ca
         choose(kernel, model, arguments)
     assert warnings(caplog) == []
     assert fallen_back(report) == {}
-
-
-# ------------------------------------------------------------------------------------------------
-# A second injection
 
 
 @pytest.mark.parametrize("position", [0, 1], ids=["first", "last"])

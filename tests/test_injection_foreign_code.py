@@ -45,10 +45,6 @@ def is_on_kernels(model, arguments):
     return bool(kernel_calls(run, model, arguments))
 
 
-# ------------------------------------------------------------------------------------------------
-# Signatures
-
-
 def described(model):
     """Python's description of each module's forward, and of a method's function, which accelerate and others
     bind again."""
@@ -102,10 +98,6 @@ def test_modular_pipeline_of_qwen_image(kernel, device):
     assert relative_distance(qwenimage_latents(pipe, device), expected) < 1e-4
     kernel.eject_kernels(pipe.transformer)
     assert torch.equal(qwenimage_latents(pipe, device), expected)
-
-
-# ------------------------------------------------------------------------------------------------
-# accelerate
 
 
 @pytest.fixture
@@ -163,10 +155,6 @@ def test_gradients_of_a_prepared_model(kernel, device, accelerator, is_injected_
     # attention by cuDNN has such a defect (https://github.com/pytorch/pytorch/issues/196678).
     with sdpa_kernel(SDPBackend.MATH):
         assert_gradients_agree(model, plain, arguments, 0.02)
-
-
-# ------------------------------------------------------------------------------------------------
-# Function and dispatch modes
 
 
 class Scaled(TorchFunctionMode):
@@ -260,10 +248,6 @@ def test_a_default_device_changes_nothing(kernel, device, family):
         assert kernel_calls(run, model, arguments) == calls != {}
 
 
-# ------------------------------------------------------------------------------------------------
-# Calls of modules that debuggers and profilers watch
-
-
 @contextlib.contextmanager
 def counted_calls(cls, attribute, model):
     """The number of calls of each module by the patched ``cls.attribute``."""
@@ -318,10 +302,6 @@ def test_a_patched_call_of_a_class(kernel, device, family):
     assert kernel_calls(run, model, arguments) == calls != {}
 
 
-# ------------------------------------------------------------------------------------------------
-# Forwards that other code keeps, models that are pickled
-
-
 @pytest.mark.parametrize("part", ["", "block", "attention", "activation"])
 @pytest.mark.parametrize("family", [LTX, FLUX], ids=str)
 def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part):
@@ -348,10 +328,6 @@ def test_a_forward_that_is_restored_after_ejection(kernel, device, family, part)
     assert snapshot(model) == before
     assert path in {entry.name for entry in kernel.inject_kernels(model).replaced}
     assert relative_distance(run(model, arguments), expected) < 1e-5
-
-
-# ------------------------------------------------------------------------------------------------
-# Wrong and missing arguments
 
 
 @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])

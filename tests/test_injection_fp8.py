@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
 from adapters import add_lora
+from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, every_family
 from family_ltx2 import LTX23
 from fp8_models import PER_ROW, PER_TENSOR, of_fp8, products, quantize, run_and_count
@@ -81,14 +82,7 @@ def assert_count(products, family, count):
 def assert_close(out, expected, slack=0.06):
     assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
     assert torch.isfinite(out).all()
-    if out.numel() == 0:
-        return
-    distance = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert distance <= slack, distance
-
-
-# --------------------------------------------------------------------------------------------------
-# What is computed
+    assert out.numel() == 0 or relative_distance(out, expected) <= slack
 
 
 @every_family
@@ -296,10 +290,6 @@ def test_layer(kernel, device, bias, granularity, dtype):
         patch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
         with pytest.raises(RuntimeError, match="last dimension has gaps"):
             layer(strided)
-
-
-# --------------------------------------------------------------------------------------------------
-# The report, ejection, copies
 
 
 @some_families

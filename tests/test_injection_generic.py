@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
+from changes import image_embeds, load_ip_adapter
 from checks import relative_distance, tensors_of
 from injected_pairs import (
     assert_alike,
@@ -62,10 +63,6 @@ def attentions(model, arguments):
     calls = kernel_calls(run, model, arguments)
     assert calls
     return calls.get("attention", 0)
-
-
-# --------------------------------------------------------------------------------------------------
-# What is computed
 
 
 @pytest.mark.parametrize(
@@ -137,9 +134,6 @@ def test_the_report_names_what_is_left_alone(kernel, device):
         kernel.inject_kernels(model)
     assert kernel.inject_kernels(model, attention=False).already_injected
 
-
-# --------------------------------------------------------------------------------------------------
-# Norms and activations by themselves
 
 NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(24),
@@ -261,10 +255,6 @@ def test_modules_of_no_library(kernel, device):
     assert kernel.inject_kernels(compiled).already_injected
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention by itself
-
-
 def scores_of(*shape):
     return torch.randn(shape, dtype=BFLOAT16)
 
@@ -357,10 +347,6 @@ def test_dropout_is_passed_on(kernel, device):
     assert not torch.allclose(out.float(), whole.float(), atol=0.1)
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention in models
-
-
 @pytest.mark.parametrize("what", ["skip_attention", "skip_attention_scores", "skip_ff"])
 def test_layer_skip(kernel, device, what):
     """It looks up processors by their exact class."""
@@ -375,39 +361,16 @@ def test_layer_skip(kernel, device, what):
     assert_alike(model, plain, arguments, unlike=untouched, changed=0.05)
 
 
-def ip_adapter(unet, tokens=4, size=16):
-    """Weights of an IP-Adapter for each cross-attention, and of the projection of an image's embedding."""
-    torch.manual_seed(3)
-    weights, key = {}, 1
-    for name in unet.attn_processors:
-        if name.endswith("attn1.processor"):
-            continue
-        hidden = unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
-        for part in ("k", "v"):
-            weights[f"{key}.to_{part}_ip.weight"] = torch.randn(hidden, 24) * 0.2
-        key += 2
-    projection = {
-        "proj.weight": torch.randn(tokens * 24, size),
-        "proj.bias": torch.randn(tokens * 24),
-        "norm.weight": torch.rand(24) + 0.5,
-        "norm.bias": torch.randn(24),
-    }
-    return {"image_proj": projection, "ip_adapter": weights}
-
-
 @either_order
 def test_ip_adapter(kernel, device, is_injected_first):
     """It creates processors by the classes of the existing ones, and replaces all of them."""
     plain = UNET.model(device, BFLOAT16)
     model, arguments = copy.deepcopy(plain), UNET.arguments(device, BFLOAT16)
-    arguments["added_cond_kwargs"] = {
-        "image_embeds": [torch.randn(2, 1, 16, device=device, dtype=BFLOAT16)]
-    }
+    arguments |= to(image_embeds(), device, BFLOAT16)
     if is_injected_first:
         kernel.inject_kernels(model)
-    state_dict = ip_adapter(plain)
     for candidate in (model, plain):
-        candidate._load_ip_adapter_weights([copy.deepcopy(state_dict)], low_cpu_mem_usage=False)
+        load_ip_adapter(candidate)
         candidate.to(device, BFLOAT16)
     kernel.inject_kernels(model)
     classes = collections.Counter(type(p) for p in model.attn_processors.values())
@@ -452,9 +415,6 @@ def test_fused_projections(kernel, device):
     assert attentions(model, arguments) == UNET.attends
 
 
-# --------------------------------------------------------------------------------------------------
-# Replaced functions of libraries
-
 UNET_OPERATIONS = {
     *("group_norm", "layer_norm", "gated_residual_layer_norm_modulate", "gated_residual"),
     *("attention", "geglu"),
@@ -482,10 +442,6 @@ def test_functions_that_are_replaced(kernel, device, monkeypatch, function):
     is_said = any(reason.endswith(f"{function} was replaced") for reason in reasons)
     assert is_said or missing == {"attention"}
     assert kernel_calls(run, model, arguments) == calls
-
-
-# --------------------------------------------------------------------------------------------------
-# torch.compile
 
 
 def operations(counter):
@@ -520,10 +476,6 @@ def test_compiled_blocks(kernel, device):
     assert_alike(model, plain, arguments)
     assert counters[0].frame_count == counters[1].frame_count
     assert operations(counters[0]).count("attention") >= 1
-
-
-# --------------------------------------------------------------------------------------------------
-# Hooks, adapters, offloading, training
 
 
 def test_first_block_cache(kernel, device):
@@ -579,10 +531,6 @@ def test_strict(kernel, device, monkeypatch):
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
     with pytest.raises(RuntimeError, match="its mask differs between queries or heads"):
         run(model, arguments)
-
-
-# --------------------------------------------------------------------------------------------------
-# Copies, saving, threads, pipelines
 
 
 def test_pipeline(kernel, device, caplog):

@@ -38,12 +38,11 @@ def replace_temb(module, args, kwargs):
 )
 def test_a_hook_changes_what_is_handed_on(kernel, device, hook):
     """Block 0 passes nothing on to block 1."""
-    model, plain, _ = pair(
-        kernel,
-        device,
-        lambda model: model.transformer_blocks[0].register_forward_hook(hook),
-        blocks=BLOCKS,
-    )
+
+    def change(model):
+        model.transformer_blocks[0].register_forward_hook(hook)
+
+    model, plain, _ = pair(kernel, device, change, blocks=BLOCKS)
     arguments = inputs(model)
     expected = reference(plain, arguments)
     assert computing(expected, model, arguments) == calls_of(BLOCKS, joined=BLOCKS - 2)
@@ -128,10 +127,6 @@ NEW_OWN_TABLE = {"new own table": lambda state, i: set_new(state.blocks[i], TABL
 # The origin of a change: (module, its parent, its name there, the action)
 
 
-def by_forward_hook(module, parent, name, act):
-    module.register_forward_hook(lambda *args: act())
-
-
 class Acting(Counted):
     def __init__(self, act):
         super().__init__()
@@ -151,10 +146,6 @@ def by_forward_on_the_instance(module, parent, name, act):
     module.forward = lambda *args, **kwargs: (act(), original(*args, **kwargs))[1]
 
 
-def by_module_around(module, parent, name, act):
-    setattr(parent, name, Wrap(module, act))
-
-
 def by_subclass(module, parent, name, act):
     original = type(module).forward
 
@@ -166,10 +157,10 @@ def by_subclass(module, parent, name, act):
 
 
 MEANS = {
-    "forward hook": by_forward_hook,
+    "forward hook": lambda module, _, name, act: module.register_forward_hook(lambda *_: act()),
     **{kind: by_hook(kind) for kind in ("torch", "diffusers", "accelerate chain")},
     "forward on the instance": by_forward_on_the_instance,
-    "module around": by_module_around,
+    "module around": lambda module, parent, name, act: setattr(parent, name, Wrap(module, act)),
     "subclass": by_subclass,
 }
 PLACES = ["norm1", "attn1", "attn1.norm_q", "attn1.to_q", "norm2", "attn2", "ff", "ff.net.2"]
@@ -227,10 +218,6 @@ def test_a_block_that_occurs_twice(kernel, device):
             kernel, device, change, is_injected_first=is_injected_first, blocks=BLOCKS
         )
         assert_alike(model, plain)
-
-
-# ------------------------------------------------------------------------------------------------
-# Weights that exist only during their module's turn
 
 
 def test_weights_that_are_swapped_in(kernel, device):

@@ -45,9 +45,6 @@ def test_hooks_in_every_order(kernel, device, kind):
         assert snapshot(model) == before
 
 
-# ------------------------------------------------------------------------------------------------
-# Unknown modules and forwards
-
 PATHS = {
     "block": "transformer_blocks.0",
     "attention": "transformer_blocks.0.attn1",

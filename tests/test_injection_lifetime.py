@@ -17,10 +17,6 @@ from ltx_models import calls_of, inputs, kernel_calls, run, snapshot, transforme
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-# ------------------------------------------------------------------------------------------------
-# Memory
-
-
 @contextlib.contextmanager
 def without_garbage_collection():
     gc.collect()
@@ -61,10 +57,6 @@ def test_hidden_states_are_freed_after_a_forward(kernel, device):
         assert alive(references) == []
 
 
-# ------------------------------------------------------------------------------------------------
-# Tensors saved by hooks
-
-
 def saved(value):
     file = io.BytesIO()
     torch.save(value, file)
@@ -91,10 +83,6 @@ def test_a_hook_saves_what_a_module_gives(kernel, device, mode, place):
     assert len(sizes) == 3
     for size, expected in sizes:
         assert size <= expected + 4096
-
-
-# ------------------------------------------------------------------------------------------------
-# Interrupted injections and ejections
 
 
 class Stop(Exception):

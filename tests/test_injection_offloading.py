@@ -6,6 +6,8 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from changes import offload
 from checks import relative_distance
@@ -28,6 +30,19 @@ OFFLOADING = [
 ]
 
 
+def test_context_parallelism_that_is_removed(kernel, mesh, device):
+    """Its hooks shard the model's own tables; after it the fused operation runs again."""
+    model, arguments, expected = prepared(device)
+    kernel.inject_kernels(model)
+    config = ContextParallelConfig(ulysses_degree=2)
+    config._flattened_mesh = mesh  # of one process
+    apply_context_parallel(model, config, model._cp_plan)
+    with_tables = calls_of(2, qk_norm_coordinate_rope=0, qk_norm_rope=1)
+    assert computing(expected, model, arguments) == with_tables
+    remove_context_parallel(model, model._cp_plan)
+    assert computing(expected, model, arguments) == calls_of(2)
+
+
 @pytest.mark.parametrize(("kind", "config", "calls"), OFFLOADING)
 @either_order
 def test_what_stays_on_the_kernels(kernel, device, kind, config, calls, is_injected_first):
@@ -39,10 +54,6 @@ def test_what_stays_on_the_kernels(kernel, device, kind, config, calls, is_injec
     assert computing(expected, model, arguments) == calls
     kernel.eject_kernels(model)
     assert computing(expected, model, arguments) == {}
-
-
-# ------------------------------------------------------------------------------------------------
-# ``device_map``
 
 
 def place(family, model, kind, device, folder):

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 import torch._inductor.config as inductor
+from accelerate.hooks import remove_hook_from_submodules
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -81,9 +82,6 @@ def assert_explained(out, eager, plain):
     assert 0 < error <= 1.2 * eager_error, (error, eager_error)
 
 
-# --------------------------------------------------------------------------------------------------
-# Which layers
-
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.*"]
 OF_LUMINA2 = {"attn": ATTENTION, "feed_forward": ["linear_1", "linear_2", "linear_3"]}
 # The layers that "fp8-fast" adds to those of "fp8", by family.
@@ -98,23 +96,19 @@ MIDDLE = {"ltx": {2}, "ltx2": {2}, "wan": {3}, "qwenimage": {2}, "qwenimage21": 
 
 @every_family
 def test_layers_of_fp8_fast(kernel, device, family):
+    """ "fp8" leaves the first and last blocks of some families. "fp8-fast" leaves those of Wan."""
     safe, fast = (
         kernel.inject_kernels(model_of(family, device), precision=precision).quantized
         for precision in ("fp8", "fp8-fast")
     )
     assert set(safe) <= set(fast) and kinds(fast) - kinds(safe) == ADDED.get(family.name, set())
-
-
-@pytest.mark.parametrize("name", [name for name in MIDDLE if name in FAMILIES])
-def test_ends(kernel, device, name):
-    """ "fp8" leaves the first and last blocks. "fp8-fast" leaves those of Wan."""
-
-    def indices(precision):
-        report = kernel.inject_kernels(model_of(FAMILIES[name], device), precision=precision)
-        return {int(re.search(r"blocks\.(\d+)\.", name)[1]) for name in report.quantized}
-
-    assert indices("fp8") == MIDDLE[name]
-    assert indices("fp8-fast") == (MIDDLE[name] if name == "wan" else set(range(BLOCKS[name])))
+    if (middle := MIDDLE.get(family.name)) is not None:
+        in_safe, in_fast = (
+            {int(re.search(r"blocks\.(\d+)\.", name)[1]) for name in names}
+            for names in (safe, fast)
+        )
+        every = set(range(BLOCKS[family.name]))
+        assert (in_safe, in_fast) == (middle, middle if family.name == "wan" else every)
 
 
 @both
@@ -211,32 +205,17 @@ def test_weight(kernel, device, dtype, monkeypatch):
         assert list(made.block_size) == list(expected.block_size)
 
 
-def test_compiler_configuration(kernel, device):
-    """torchao's ``quantize_`` would set autotuning, with which compilations take minutes."""
-    before = inductor.get_config_copy()
-    kernel.inject_kernels(model_of(FLUX, device), precision="fp8")
-    after = inductor.get_config_copy()
-    assert after == before
-
-
-# --------------------------------------------------------------------------------------------------
-# keep
-
-
 def test_keep(kernel, device):
-    for keep, is_kept in (
-        (["*.proj_out"], lambda name: name.endswith(".proj_out")),
-        (["transformer_blocks.0"], lambda name: name.startswith("transformer_blocks.0.")),
-        (["transformer_blocks.1.attn.to_?", "proj_out"], lambda name: "s.1.attn.to_" in name),
-        (("*.attn", "*.ff"), lambda name: ".attn." in name or ".ff." in name),
+    model = model_of(FLUX, device)
+    every = kernel.inject_kernels(copy.deepcopy(model), precision="fp8").quantized
+    for keep, pattern in (
+        (["*.proj_out"], r"\.proj_out$"),
+        (["transformer_blocks.0"], r"^transformer_blocks\.0\."),
+        (["transformer_blocks.1.attn.to_?", "proj_out"], r"^transformer_blocks\.1\.attn\.to_.$"),
+        (("*.attn", "*.ff"), r"\.(attn|ff)\."),
     ):
-        model = model_of(FLUX, device)
-        every = kernel.inject_kernels(copy.deepcopy(model), precision="fp8").quantized
-        report = kernel.inject_kernels(model, precision="fp8", keep=keep)
-        if keep[0].endswith("to_?"):
-            kept = [f"transformer_blocks.1.attn.to_{name}" for name in "qkv"]
-        else:
-            kept = [name for name in every if is_kept(name)]
+        report = kernel.inject_kernels(copy.deepcopy(model), precision="fp8", keep=keep)
+        kept = [name for name in every if re.search(pattern, name)]
         assert kept and report.quantized == [name for name in every if name not in kept]
         named = [e.name for e in report.left_alone if e.reason == "not quantized: keep names it"]
         assert named == kept
@@ -253,10 +232,6 @@ def test_keep_with_adapters(kernel, device):
     assert not any(re.search("attn1.to_[qk]", name) for name in names)
 
 
-# --------------------------------------------------------------------------------------------------
-# Errors leave everything as it was
-
-
 def assert_unchanged(model):
     for module in model.modules():
         assert not is_quantized(module)
@@ -271,11 +246,7 @@ def assert_unchanged(model):
         ({"precision": True}, TypeError, "got a bool"),
         ({"precision": "fp8", "keep": ["nothing*"]}, ValueError, r"keep must match .*'nothing\*'"),
         ({"precision": "fp8", "keep": ["*.ff", "x"]}, ValueError, "got 'x'"),
-        (
-            {"precision": "fp8", "keep": "proj_out"},
-            TypeError,
-            "keep must be a sequence .* 'proj_out'",
-        ),
+        ({"precision": "fp8", "keep": "proj_out"}, TypeError, "must be a sequence .* 'proj_out'"),
         ({"precision": "fp8", "keep": [1]}, TypeError, "sequence of strings, got .1."),
         ({"keep": ["proj_out"]}, ValueError, "keep must be empty without a precision"),
         ({"precision": "fp8", "keep_originals": 1}, TypeError, "keep_originals must be True"),
@@ -375,17 +346,9 @@ def test_other_layers(kernel, device):
     kernel.eject_kernels(model)
     assert model.transformer_blocks[0].attn.to_q.weight is weight
     assert quantized_names(model) == ["transformer_blocks.0.attn.to_q"]
-
-
-def test_all_quantized_already(kernel, device):
-    model = model_of(FLUX, device)
-    for block in FLUX.blocks(model):
-        fp8_models.quantize(block)
+    others = [n for n, m in model.named_modules() if type(m) is nn.Linear and not is_quantized(m)]
+    quantize_by_hand(model, others)
     assert kernel.inject_kernels(model, precision="fp8").quantized == []
-
-
-# --------------------------------------------------------------------------------------------------
-# Second calls, ejection, copies
 
 
 def test_second_call(kernel, device):
@@ -505,9 +468,12 @@ def test_copies(kernel, device):
     assert ours.data_ptr() != theirs.data_ptr()
 
 
-def test_freed_at_once(kernel, device):
+def test_traces_outside_of_the_model(kernel, device):
+    """It is freed at once. torchao's ``quantize_`` would set autotuning: compilations would take minutes."""
     model = model_of(LTX, device)
+    before = inductor.get_config_copy()
     kernel.inject_kernels(model, precision="fp8")
+    assert inductor.get_config_copy() == before
     reference = weakref.ref(model)
     gc.disable()
     try:
@@ -535,10 +501,6 @@ def test_saving(kernel, device, tmp_path):
     again = type(model).from_pretrained(tmp_path, torch_dtype=BFLOAT16)
     for name, value in plain.state_dict().items():
         assert torch.equal(again.state_dict()[name].to(value.device), value)
-
-
-# --------------------------------------------------------------------------------------------------
-# Pipelines
 
 
 def test_pipeline(kernel, device):
@@ -581,10 +543,6 @@ def pipeline(device):
         tokenizer_2=None,
         transformer=model_of(FLUX, device),
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# LoRA
 
 
 def adapt(model, name, family=LTX, seed=0):
@@ -643,10 +601,6 @@ def test_lora(kernel, device, family, is_adapted_first):
     assert_unchanged(model)
 
 
-def fuse(model, *args, **kwargs):
-    model.fuse_lora(*args, **kwargs)
-
-
 def unfuse(model):
     """As pipelines do it."""
     for module in model.modules():
@@ -682,10 +636,10 @@ def test_fuse(kernel, device, family, is_adapted_first, is_safe):
 
     for each in (model, plain):
         each.set_adapters(["one", "two"], [0.5, 2.0])
-        fuse(each, 0.7, safe_fusing=is_safe, adapter_names=["one"])
+        each.fuse_lora(0.7, safe_fusing=is_safe, adapter_names=["one"])
     one = check()
     for each in (model, plain):
-        fuse(each, adapter_names=["two"])
+        each.fuse_lora(adapter_names=["two"])
     two = check()
     for each in (model, plain):
         unfuse(each)
@@ -694,7 +648,7 @@ def test_fuse(kernel, device, family, is_adapted_first, is_safe):
     assert not (torch.equal(one, two) or torch.equal(one, neither))
     for each in (model, plain):
         each.enable_adapters()
-        fuse(each)
+        each.fuse_lora()
     check()
     kernel.eject_kernels(model)
     for each in (model, plain):
@@ -710,7 +664,7 @@ def test_fused_before(kernel, device):
     adapt(model, "one")
     plain = copy.deepcopy(model)
     for each in (model, plain):
-        fuse(each)
+        each.fuse_lora()
     kernel.inject_kernels(model, precision="fp8")
     for each in (model, plain):
         unfuse(each)
@@ -720,27 +674,23 @@ def test_fused_before(kernel, device):
 
 
 @either_order
-def test_fuse_copy(kernel, device, is_adapted_first):
-    model, _, _ = adapted(kernel, device, LTX, is_adapted_first)
+@pytest.mark.parametrize("keep_originals", [True, False], ids=["copy", "without originals"])
+def test_fuse_copy(kernel, device, is_adapted_first, keep_originals):
+    """Fusing a copy does not change the model. Without the original weights it raises."""
+    options = {"keep_originals": keep_originals}
+    model, _, _ = adapted(kernel, device, LTX, is_adapted_first, **options)
     model.set_adapters(["one"])
     arguments = LTX.inputs(device, BFLOAT16)
     before = run(model, arguments)
-    duplicate = copy.deepcopy(model)
-    fuse(duplicate)
+    if keep_originals:
+        duplicate = copy.deepcopy(model)
+        duplicate.fuse_lora()
+        assert not torch.equal(run(duplicate, arguments), before)
+        unfuse(duplicate)
+    else:
+        with pytest.raises(RuntimeError, match="fuse_lora: .*keep_originals was False"):
+            model.fuse_lora()
     assert torch.equal(run(model, arguments), before)
-    assert not torch.equal(run(duplicate, arguments), before)
-    unfuse(duplicate)
-    assert torch.equal(run(model, arguments), before)
-
-
-@either_order
-def test_fuse_without_originals(kernel, device, is_adapted_first):
-    model, _, _ = adapted(kernel, device, LTX, is_adapted_first, keep_originals=False)
-    model.set_adapters(["one"])
-    expected = run(model, LTX.inputs(device, BFLOAT16, seed=3))
-    with pytest.raises(RuntimeError, match="fuse_lora: .*keep_originals was False"):
-        fuse(model)
-    assert torch.equal(run(model, LTX.inputs(device, BFLOAT16, seed=3)), expected)
 
 
 def test_fuse_in_a_pipeline(kernel, device):
@@ -756,10 +706,6 @@ def test_fuse_in_a_pipeline(kernel, device):
     pipe.unload_lora_weights()
     kernel.eject_kernels(pipe)
     assert_unchanged(pipe.transformer)
-
-
-# --------------------------------------------------------------------------------------------------
-# CUDA graphs, torch.compile
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for emulated graphs")
@@ -783,7 +729,7 @@ def test_emulated_graphs(graphs):  # noqa: F811
         captured, replayed = call()
     assert captured > 1 and replayed > 1
     for each in (model, plain):
-        fuse(each)
+        each.fuse_lora()
     for _ in range(3):
         call()
     assert report.cuda_graphs[0].replayed > replayed
@@ -801,9 +747,6 @@ def test_compiled(kernel, device):
         assert_close(run(compiled, arguments), expected, 0.06)
     assert counter.frame_count == 1
 
-
-# --------------------------------------------------------------------------------------------------
-# Offloading
 
 OFFLOADING = ["sequential", "model", "block_level", "leaf_level"]
 if torch.cuda.is_available():
@@ -879,8 +822,6 @@ def test_order_of_prefetching(kernel, device):
 @pytest.mark.parametrize("is_removed", [False, True], ids=["", "removed"])
 @pytest.mark.parametrize("is_injected_first", [False, True], ids=["offloaded", "injected"])
 def test_sequential_offloading(kernel, device, is_injected_first, is_removed):
-    from accelerate.hooks import remove_hook_from_submodules
-
     model = model_of(LTX, device)
     plain = copy.deepcopy(model)
     if is_injected_first:

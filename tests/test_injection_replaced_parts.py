@@ -40,18 +40,9 @@ def putting(path, make):
     return change
 
 
-# ------------------------------------------------------------------------------------------------
-# Norms
-
-
-def removed(norm):
-    norm.weight = None
-    return norm
-
-
-def without_any_eps(norm):
-    norm.eps = None
-    return norm
+def setting(name, value):
+    """A change of a module that sets its attribute."""
+    return lambda module: (setattr(module, name, value), module)[1]
 
 
 def cast_to(dtype):
@@ -59,8 +50,8 @@ def cast_to(dtype):
 
 
 OUTCOMES = {  # of a norm, in a model of a dtype whose norms have weights
-    "a weight is removed": (removed, torch.float32),
-    "it cannot compute": (without_any_eps, torch.float32),
+    "a weight is removed": (setting("weight", None), torch.float32),
+    "it cannot compute": (setting("eps", None), torch.float32),
     "a bfloat16 weight among float32": (cast_to(torch.bfloat16), torch.float32),
     "a float32 weight among bfloat16": (cast_to(torch.float32), torch.bfloat16),
 }
@@ -153,10 +144,6 @@ def record_dtypes(dtypes, name, module, args, kwargs):
     dtypes.add((name, *[tensor.dtype for tensor in tensors]))
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention, feed-forward, activation, whole blocks, parts of the model
-
-
 class Gated(nn.Module):
     """A feed-forward without `.net`."""
 
@@ -203,19 +190,9 @@ class HalvedRope(transformer_ltx.LTXVideoRotaryPosEmbed):
         return cos * 0.5, sin
 
 
-def without_bias(linear):
-    linear.bias = None
-    return linear
-
-
 def with_own_forward(feed_forward):
     feed_forward.forward = lambda x: feed_forward.net[2](feed_forward.net[0](x)) * 0.5
     return feed_forward
-
-
-def halved_rope(rope):
-    rope.__class__ = HalvedRope
-    return rope
 
 
 BLOCK = "transformer_blocks.1"
@@ -233,10 +210,10 @@ PARTS = {
     "dropout": (f"{BLOCK}.ff.net.1", lambda part: nn.Tanh()),
     "attention's dropout": (f"{BLOCK}.attn1.to_out.1", lambda part: nn.Tanh()),
     "activation": (f"{BLOCK}.ff.net.0", lambda part: nn.Sequential(part.proj, nn.SiLU())),
-    "activation without bias": (f"{BLOCK}.ff.net.0.proj", without_bias),
-    "feed-forward without bias": (f"{BLOCK}.ff.net.2", without_bias),
+    "activation without bias": (f"{BLOCK}.ff.net.0.proj", setting("bias", None)),
+    "feed-forward without bias": (f"{BLOCK}.ff.net.2", setting("bias", None)),
     "feed-forward with a forward of its own": (f"{BLOCK}.ff", with_own_forward),
-    "rope": ("rope", halved_rope),
+    "rope": ("rope", setting("__class__", HalvedRope)),
 }
 NAMED = ("attention", "feed-forward", "activation")
 
@@ -258,9 +235,6 @@ def test_other_parts(kernel, device, part, is_injected_first):
     assert kernel_calls(run, model, arguments) == {}
     assert_alike(model, plain, arguments, times=1)
 
-
-# ------------------------------------------------------------------------------------------------
-# Blocks and hooks that read the rotary embedding
 
 READS = {
     "unpacked": lambda rope: rope,
@@ -349,22 +323,14 @@ def test_a_hook_changes_the_tables(kernel, device, hook):
     assert_alike(model, plain, arguments)
 
 
-# ------------------------------------------------------------------------------------------------
-# Blocks of other models
-
-
-def plain_block(device):
-    return transformer(device, blocks=1, seed=7).transformer_blocks[0]
-
-
 @pytest.mark.parametrize("is_injected", [True, False], ids=["injected", "plain"])
 def test_the_block_of_another_injected_model(kernel, device, is_injected):
     """In a model that is itself injected or not."""
     model, plain = transformer(device, blocks=BLOCKS), transformer(device, blocks=BLOCKS)
     if is_injected:
         kernel.inject_kernels(model)
-    other = transformer(device, blocks=1, seed=7)
-    kernel.inject_kernels(other)
-    model.transformer_blocks[1] = other.transformer_blocks[0]
-    plain.transformer_blocks[1] = plain_block(device)
+    others = [transformer(device, blocks=1, seed=7) for _ in range(2)]
+    kernel.inject_kernels(others[0])
+    for candidate, other in zip((model, plain), others, strict=True):
+        candidate.transformer_blocks[1] = other.transformer_blocks[0]
     assert_alike(model, plain)

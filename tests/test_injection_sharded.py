@@ -4,6 +4,7 @@ DTensors on a mesh of one; FSDP, DDP and context parallelism between two process
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -25,10 +26,6 @@ from ltx_models import calls_of, either_order, inputs, kernel_calls, run, transf
 from ranks import in_ranks
 
 AFFINE = {"blocks": 3, "norm_elementwise_affine": True}
-
-
-# ------------------------------------------------------------------------------------------------
-# DTensors in one process
 
 
 def run_on_dtensors(model, arguments):
@@ -97,22 +94,13 @@ def test_fully_sharded_on_one_rank(kernel, mesh, device, is_injected_first):
     assert_alike(model, transformer(device, **AFFINE), times=3)
 
 
-# ------------------------------------------------------------------------------------------------
-# Two processes
-
 RANKS = 2
 
 
-def shard_in_wrappers(use_original_parameters):
-    def shard(model):
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({LTXVideoTransformerBlock}),
-            use_orig_params=use_original_parameters,
-            device_id=torch.device("cpu"),
-        )
-
-    return shard
+def shard_in_wrappers(**options):
+    policy = ModuleWrapPolicy({LTXVideoTransformerBlock})
+    options |= {"auto_wrap_policy": policy, "device_id": torch.device("cpu")}
+    return functools.partial(FullyShardedDataParallel, **options)
 
 
 def shard_in_place(model, blocks=None):
@@ -128,7 +116,8 @@ def check_sharded_weights(kernel, rank):
         plain = transformer("cpu", blocks=3, **config)
         arguments = inputs(plain, seed=3)
         expected = run(plain, arguments)
-        for shard in (shard_in_wrappers(True), shard_in_wrappers(False), shard_in_place):
+        wrappers = [shard_in_wrappers(use_orig_params=value) for value in (True, False)]
+        for shard in (*wrappers, shard_in_place):
             for is_injected_first in (True, False):
                 model = copy.deepcopy(plain)
                 if is_injected_first:

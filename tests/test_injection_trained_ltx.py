@@ -40,9 +40,6 @@ def test_accuracy_contract(kernel, device, dtype):
     assert_as_close_as_eager(model, plain, inputs, samples=2, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# Caches
-
 STEPS = 10
 
 CACHES = {

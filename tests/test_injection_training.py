@@ -24,14 +24,11 @@ from ltx_models import (
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 
-# ------------------------------------------------------------------------------------------------
-# GELU as its matmul's epilogue, only on CUDA, where it is the tanh approximation
-
-
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
-    """Its error against float64 is at most 1.05 times the eager one's."""
+    """Its error against float64 is at most 1.05 times the eager one's. The tanh approximation is its matmul's
+    epilogue on CUDA."""
     name = "gelu-approximate" if approximate == "tanh" else "gelu"
     options = {"blocks": 1, "head_dim": 64, "activation_fn": name}
     model, plain, _ = pair(kernel, device, dtype=dtype, **options)
@@ -46,10 +43,6 @@ def test_accuracy_of_the_activation(kernel, device, dtype, approximate):
     uses_epilogue = device == "cuda" and approximate == "tanh" and dtype != torch.float32
     assert calls.epilogues == uses_epilogue
     assert 0 < relative_distance(out, expected) <= 1.05 * relative_distance(eager, expected)
-
-
-# ------------------------------------------------------------------------------------------------
-# Calls that the kernels do not take
 
 
 def test_another_device_than_the_builds_runs_the_models_own_code(kernel):

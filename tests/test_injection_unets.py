@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from adapters import add_lora
+from changes import image_embeds, load_ip_adapter
 from families_in_part import family_of
 from injected_pairs import assert_alike, assert_as_close_as_eager, fallen_back, injected, on_kernels
 from ltx_models import kernel_calls
@@ -16,7 +17,6 @@ from small_models import BY_NAME, normal, run, to
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 SD, SDXL = "unet", "unet_of_sdxl"
-IMAGE_TOKENS = 4
 
 
 def controlnet_residuals():
@@ -35,42 +35,6 @@ def gligen():
     objects = {"boxes": torch.rand(2, 3, 4), "masks": torch.ones(2, 3)}
     objects["positive_embeddings"] = normal(2, 3, 24)
     return {"cross_attention_kwargs": {"gligen": objects}}
-
-
-def freeu(model):
-    model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
-
-
-def slices(model):
-    model.set_attention_slice("auto")
-
-
-def lora(model):
-    add_lora(family_of(SD), model)
-
-
-def ip_adapter(model):
-    generator = torch.Generator().manual_seed(2)
-
-    def weights(*shape):
-        return 0.2 * torch.randn(shape, generator=generator)
-
-    projection = {
-        "proj.weight": weights(IMAGE_TOKENS * 24, 10),
-        "proj.bias": weights(IMAGE_TOKENS * 24),
-    }
-    projection |= {"norm.weight": 1 + weights(24), "norm.bias": weights(24)}
-    of_attentions = {}
-    for i, name in enumerate(model.attn_processors):
-        if "attn2" in name:
-            channels = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
-            of_attentions |= {f"{i}.to_{part}_ip.weight": weights(channels, 24) for part in "kv"}
-    states = [{"image_proj": projection, "ip_adapter": of_attentions}]
-    model._load_ip_adapter_weights(states, low_cpu_mem_usage=False)
-
-
-def image_embeds():
-    return {"added_cond_kwargs": {"image_embeds": [normal(2, 1, 10)]}}
 
 
 # A forward's operations in 16 bits. The residual of each block's end joins the next block of its transformer.
@@ -100,28 +64,25 @@ OF_BLOCKS = ("layer_norm", "gated_residual_layer_norm_modulate", "gated_residual
 GUIDED_OPERATIONS = {**dict.fromkeys(OF_BLOCKS, 0), "attention": 12, "geglu": 8}
 GATED = {"attention_type": "gated"}
 CLASSES = {"num_class_embeds": 3}
+CHANGES = {
+    "FreeU": lambda model: model.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+    "slices": lambda model: model.set_attention_slice("auto"),
+    "IP-Adapter": load_ip_adapter,
+    "LoRA": lambda model: add_lora(family_of(SD), model),
+}
 
-
-def class_labels():
-    return {"class_labels": torch.tensor([0, 2])}
-
-
-def both_residuals():
-    return {**controlnet_residuals(), **adapter_residuals()}
-
-
-# Name: (model, configuration, change, further arguments, other operations, reasons of what falls back)
+# Name: (model, configuration, further arguments, other operations, reasons of what falls back)
 VARIANTS = {
-    "ControlNet": (SDXL, {}, None, controlnet_residuals, {}, {}),
-    "T2I-Adapter": (SDXL, {}, None, adapter_residuals, {}, {}),
-    "both residuals": (SD, {}, None, both_residuals, {}, {}),
-    "FreeU": (SDXL, {}, freeu, dict, {}, {}),
-    "slices": (SDXL, {}, slices, dict, {"attention": 0}, {SLICED: 16}),
-    "GLIGEN": (SD, GATED, None, gligen, GUIDED_OPERATIONS, {GUIDED: 4}),
-    "GLIGEN without objects": (SD, GATED, None, dict, {}, {}),
-    "IP-Adapter": (SD, {}, ip_adapter, image_embeds, {"attention": 12}, {}),
-    "class labels": (SD, CLASSES, None, class_labels, {}, {}),
-    "LoRA": (SDXL, {}, lora, dict, {}, {}),
+    "ControlNet": (SDXL, {}, controlnet_residuals, {}, {}),
+    "T2I-Adapter": (SDXL, {}, adapter_residuals, {}, {}),
+    "both residuals": (SD, {}, lambda: controlnet_residuals() | adapter_residuals(), {}, {}),
+    "FreeU": (SDXL, {}, dict, {}, {}),
+    "slices": (SDXL, {}, dict, {"attention": 0}, {SLICED: 16}),
+    "GLIGEN": (SD, GATED, gligen, GUIDED_OPERATIONS, {GUIDED: 4}),
+    "GLIGEN without objects": (SD, GATED, dict, {}, {}),
+    "IP-Adapter": (SD, {}, image_embeds, {"attention": 12}, {}),
+    "class labels": (SD, CLASSES, lambda: {"class_labels": torch.tensor([0, 2])}, {}, {}),
+    "LoRA": (SDXL, {}, dict, {}, {}),
 }
 WITHOUT_EFFECT = ("slices", "GLIGEN without objects")
 NO_KERNEL = {torch.float32: {"attention": 0}, torch.bfloat16: {}}
@@ -133,21 +94,14 @@ def forward(model, arguments):
     return run(model, {**arguments, **lists})
 
 
-def reasons_of_calls(report):
-    """The number of modules that fell back by reason."""
-    return collections.Counter(
-        reason for reasons in fallen_back(report).values() for reason in reasons
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(kernel, device, variant, dtype):
-    name, config, change, more, operations, reasons = VARIANTS[variant]
+    name, config, more, operations, reasons = VARIANTS[variant]
     small = BY_NAME[name]
     plain = small.model(device, dtype, **config)
     usual = forward(plain, small.arguments(device, dtype)) if config != CLASSES else None
-    model, plain, report = injected(kernel, plain, change)
+    model, plain, report = injected(kernel, plain, CHANGES.get(variant))
 
     def make(dtype, seed):
         return {**small.arguments(device, dtype, seed), **to(more(), device, dtype)}
@@ -157,7 +111,8 @@ def test_variants(kernel, device, variant, dtype):
     calls = {operation: count for operation, count in calls.items() if count}
     assert kernel_calls(forward, model, arguments) == calls
     assert on_kernels(report)["ResnetBlock2D"] == 8
-    assert reasons_of_calls(report) == reasons
+    fallen = (reason for found in fallen_back(report).values() for reason in found)
+    assert collections.Counter(fallen) == reasons
     unlike = None if variant in WITHOUT_EFFECT else usual
     if dtype == torch.float32:
         assert_alike(model, plain, arguments, forward=forward, unlike=unlike)

@@ -148,10 +148,6 @@ def test_modulations_have_one_row(kernel, device):
     assert strides == [0, 3 * model.inner_dim]
 
 
-# ------------------------------------------------------------------------------------------------
-# Cosmos' ControlNet
-
-
 @pytest.mark.parametrize("positions", [None, "learnable"])
 def test_controlnet_of_cosmos(kernel, device, positions):
     plain, arguments = controlnet_of_cosmos(device, extra_pos_embed_type=positions)
@@ -167,10 +163,6 @@ def test_controlnet_of_cosmos(kernel, device, positions):
     # Learned positions come between a block and the next one.
     joined = kernel_calls(run, model, arguments)["gated_residual_layer_norm_modulate"]
     assert joined == (8 if positions is None else 9)
-
-
-# ------------------------------------------------------------------------------------------------
-# HunyuanVideo for image-to-video, and HunyuanImage
 
 
 TOKEN_REPLACE = functools.partial(
@@ -301,33 +293,26 @@ def gating_by_gelu(part, x1, x3):
     return F.gelu(x1) * x3
 
 
-def replace_gating(model):
-    part = model.layers[0].feed_forward
-    part._forward_silu_gating = functools.partial(gating_by_gelu, part)
-
-
 @pytest.mark.parametrize("is_injected_first", [True, False])
-def test_gating_of_an_instance(kernel, device, is_injected_first):
-    """That feed-forward runs its own code."""
+@pytest.mark.parametrize("owner", ["instance", "class"])
+def test_replaced_gating(kernel, device, monkeypatch, owner, is_injected_first):
+    """That feed-forward, or all of the class, run their own code."""
     plain = z_image_model(device, **TINY_HEADS)
     arguments = TWO_PROMPTS(device, seed=0)
     unchanged = small_models.run(plain, arguments)
-    how = {"is_injected_first": is_injected_first}
-    model, plain, report = injected(kernel, plain, replace_gating, **how)
+
+    def change(model):
+        part, name = model.layers[0].feed_forward, "_forward_silu_gating"
+        if owner == "class":
+            monkeypatch.setattr(type(part), name, gating_by_gelu)
+        else:
+            setattr(part, name, functools.partial(gating_by_gelu, part))
+
+    order = {"is_injected_first": is_injected_first}
+    model, plain, report = injected(kernel, plain, change, **order)
     expected = small_models.run(plain, arguments)
     assert not torch.equal(expected, unchanged)
     assert_close(small_models.run(model, arguments), expected)
     told = fallen_back(report) if is_injected_first else reasons_of(report)
-    assert "_forward_silu_gating was replaced" in told["layers.0.feed_forward"]
-
-
-def test_gating_of_the_class(kernel, device, monkeypatch):
-    """Replaced after the injection, for all of its feed-forwards."""
-    model, plain, _ = injected(kernel, z_image_model(device, **TINY_HEADS))
-    arguments = TWO_PROMPTS(device, seed=0)
-    unchanged = small_models.run(plain, arguments)
-    cls = type(plain.layers[0].feed_forward)
-    monkeypatch.setattr(cls, "_forward_silu_gating", gating_by_gelu)
-    expected = small_models.run(plain, arguments)
-    assert not torch.equal(expected, unchanged)
-    assert_close(small_models.run(model, arguments), expected)
+    reasons = told.get("layers.0.feed_forward", ())
+    assert owner == "class" or "_forward_silu_gating was replaced" in reasons

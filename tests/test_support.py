@@ -63,10 +63,6 @@ TABLE = render_support.load()
 TESTS = Path(__file__).parent
 
 
-# ------------------------------------------------------------------------------------------------
-# The pages
-
-
 def test_pages_are_current():
     assert set(FAMILIES) == set(render_support.FAMILIES)
     for path, text in render_support.render(TABLE).items():
@@ -101,10 +97,10 @@ def functions_of(file):
 # Features with an id: what is done to a model, or how it is run
 
 
-def with_adapter(config):
+def with_adapter(config, **options):
     def change(family, model):
         torch.manual_seed(1)
-        model.add_adapter(config(target_modules=family.lora_targets))
+        model.add_adapter(config(target_modules=family.lora_targets, **options))
 
     return change
 
@@ -140,10 +136,6 @@ def with_parametrized_linears(family, model):
     parametrize.register_parametrization(family.part(model, "output"), "weight", Halved())
 
 
-def with_parametrized_norm(family, model):
-    parametrize.register_parametrization(family.part(model, "qk_norm"), "weight", Halved())
-
-
 def with_pruned_linears(family, model):
     for kind in ("linear", "up", "output"):
         prune.l1_unstructured(family.part(model, kind), "weight", 0.5)
@@ -163,10 +155,6 @@ def with_tied_weights(family, model):
         blocks[1].get_submodule(name).weight = blocks[0].get_submodule(name).weight
     parent, _, child = names[1].rpartition(".")
     setattr(blocks[1].get_submodule(parent), child, blocks[0].get_submodule(names[1]))
-
-
-def with_fused_projections(family, model):
-    model.fuse_qkv_projections()
 
 
 def with_backward_hooks(family, model):
@@ -190,32 +178,26 @@ def after_a_step_of_an_optimizer(family, model):
     optimizer.step()
 
 
-def in_float64(family, model):
-    model.double()
-
-
 CHANGES = {
-    "float64": in_float64,
+    "float64": lambda family, model: model.double(),
     "optimizer": after_a_step_of_an_optimizer,
     "layerwise casting": with_layerwise_casting,
-    "dora": with_adapter(
-        functools.partial(LoraConfig, r=2, use_dora=True, init_lora_weights=False)
-    ),
-    "loha": with_adapter(functools.partial(LoHaConfig, r=2, init_weights=False)),
-    "lokr": with_adapter(functools.partial(LoKrConfig, r=2, init_weights=False)),
-    "ia3": with_adapter(
-        functools.partial(IA3Config, feedforward_modules=[], init_ia3_weights=False)
-    ),
-    "oft": with_adapter(functools.partial(OFTConfig, r=0, oft_block_size=4, init_weights=False)),
+    "dora": with_adapter(LoraConfig, r=2, use_dora=True, init_lora_weights=False),
+    "loha": with_adapter(LoHaConfig, r=2, init_weights=False),
+    "lokr": with_adapter(LoKrConfig, r=2, init_weights=False),
+    "ia3": with_adapter(IA3Config, feedforward_modules=[], init_ia3_weights=False),
+    "oft": with_adapter(OFTConfig, r=0, oft_block_size=4, init_weights=False),
     "modules to save": with_trained_norms,
     "int8 weights": with_quantized_blocks(quantization.Int8WeightOnlyConfig),
     "int8 activations": with_quantized_blocks(quantization.Int8DynamicActivationInt8WeightConfig),
     "float8 weights": with_quantized_blocks(quantization.Float8WeightOnlyConfig),
     "parametrized linear layers": with_parametrized_linears,
-    "parametrized norm": with_parametrized_norm,
+    "parametrized norm": lambda family, model: parametrize.register_parametrization(
+        family.part(model, "qk_norm"), "weight", Halved()
+    ),
     "pruned": with_pruned_linears,
     "tied weights": with_tied_weights,
-    "fused projections": with_fused_projections,
+    "fused projections": lambda family, model: model.fuse_qkv_projections(),
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
@@ -258,10 +240,6 @@ def with_transposed_input(family, model, arguments):
     return run(model, family.with_main(arguments, transpose))
 
 
-def with_negative_view(family, model, arguments):
-    return run(model, family.with_main(arguments, torch._neg_view))
-
-
 def by_functional_call(family, model, arguments):
     parameters = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -285,7 +263,7 @@ RUNS = {
     "vmap": in_vmap,
     "training": in_training,
     "transposed input": with_transposed_input,
-    "negative view": with_negative_view,
+    "negative view": lambda family, model, x: run(model, family.with_main(x, torch._neg_view)),
     "functional_call": by_functional_call,
 }
 
@@ -338,9 +316,7 @@ def test_behaviour(kernel, device, family, feature):
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":
-        missing = {"fused projections": "fuse_qkv_projections", "vmap": "pad_sequence|index_put_"}[
-            feature
-        ]
+        missing = "pad_sequence|index_put_" if feature == "vmap" else "fuse_qkv_projections"
         kernel.inject_kernels(model)
         for candidate in (model, plain):
             with pytest.raises((AttributeError, RuntimeError), match=missing):
@@ -372,10 +348,6 @@ def test_behaviour(kernel, device, family, feature):
 def test_every_feature_with_an_id_is_tried():
     tried = {*CHANGES, *RUNS, "make_fx", "export"}
     assert {feature.id for feature in TABLE.features if feature.id is not None} == tried
-
-
-# ------------------------------------------------------------------------------------------------
-# Models in transforms and traces
 
 
 def traced(model, arguments):
@@ -455,10 +427,6 @@ def test_torchscript_of_a_model(kernel, device, family):
         others = family.with_main(arguments, lambda x: x * 2)
         assert_close(script(others[family.main]), run(plain, others))
     assert_close(run(model, arguments), run(plain, arguments))
-
-
-# ------------------------------------------------------------------------------------------------
-# Operations
 
 
 def test_autocast_casts_nothing_for_an_operation(kernel, device):
@@ -559,10 +527,6 @@ def test_models_compiled_ahead_of_time(kernel, device, family, tmp_path):
     assert_close(compiled(**{**options, **others})[0], run(plain, others), 1e-4)
 
 
-# ------------------------------------------------------------------------------------------------
-# Processes and files
-
-
 @pytest.mark.usefixtures("mesh")
 @every_family
 def test_distributed_data_parallel(kernel, device, family):
@@ -574,10 +538,6 @@ def test_distributed_data_parallel(kernel, device, family):
     assert_close(run(model, arguments), run(plain, arguments))
     gradients = [in_training(family, candidate, arguments) for candidate in (model, plain)]
     assert_same(*gradients, 1e-5)
-
-
-# ------------------------------------------------------------------------------------------------
-# Caches and guidance
 
 
 def has_caches(family):
