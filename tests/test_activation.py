@@ -53,14 +53,8 @@ def test_sizes(kernel, device, activation, hidden, dtype, bias):
     check(kernel, name, x, **with_bias(options, bias, x))
 
 
-SHAPES = [
-    (8192,),
-    (33, 256),
-    (3, 32, 130),
-    (3, 32, 4096),
-    (2, 3, 2, 5, 256),
-    (2, 3, 2, 3, 2, 3, 64),
-]
+SHAPES = [(8192,), (33, 256), (3, 32, 130), (3, 32, 4096), (2, 3, 2, 5, 256)]
+SHAPES += [(2, 3, 2, 3, 2, 3, 64)]
 
 
 @pairwise(activation=VARIANTS, shape=SHAPES, layout=LAYOUTS, dtype=DTYPES, bias=BIASES)

@@ -100,13 +100,12 @@ def calls_and_result(module, *args, **kwargs):
 def exact(module, x):
     """The module's result in float64, also for norms of diffusers that compute in float32."""
     module, x = copy.deepcopy(module).double(), x.double()
-    if not isinstance(module, (RMSNorm, FP32LayerNorm)):
-        return module(x)
-    weight, bias = module.weight, module.bias
     if isinstance(module, FP32LayerNorm):
-        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, module.eps)
-    out = nn.functional.rms_norm(x, x.shape[-1:], weight, module.eps)
-    return out if bias is None else out + bias
+        return nn.functional.layer_norm(x, x.shape[-1:], module.weight, module.bias, module.eps)
+    if not isinstance(module, RMSNorm):
+        return module(x)
+    out = nn.functional.rms_norm(x, x.shape[-1:], module.weight, module.eps)
+    return out if module.bias is None else out + module.bias
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 import eager
 from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
 from inputs import (
+    BRANCH,
     BRANCH_OPERATIONS,
     CHOICES,
     DTYPES,
@@ -18,6 +19,7 @@ from inputs import (
     STRIDED_LAYOUTS,
     TABLE,
     TABLE_OPERATIONS,
+    TABLE_ROWS,
     every_16_bit_dtype,
     every_dtype,
     mixed,
@@ -34,7 +36,6 @@ from inputs import (
 
 NORMS = [name for name in ROW_NORMS if "norm" in name]
 LAYER_NORMS = [name for name in NORMS if "layer_norm" in name]
-every_operation = pytest.mark.parametrize("name", ROW_NORMS)
 every_norm = pytest.mark.parametrize("name", NORMS)
 every_nonfinite = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 
@@ -70,12 +71,9 @@ def modulators(
     elif form in MODULATIONS:
         values = modulation(form, count, shape, dtype=wide, device=device)
     else:  # each of another form
-        forms = {"different": ("D", "B1D_table", "BSD"), "reversed": ("BSD_table", "D", "B1D")}[
-            form
-        ]
-        values = [
-            modulation(forms[i % 3], 1, shape, dtype=wide, device=device)[0] for i in range(count)
-        ]
+        forms = ("D", "B1D_table", "BSD") if form == "different" else ("BSD_table", "D", "B1D")
+        options = {"dtype": wide, "device": device}
+        values = [modulation(forms[i % 3], 1, shape, **options)[0] for i in range(count)]
     arguments = dict(zip(operation.modulations, values, strict=True))
     for key in operation.vectors:
         arguments[key] = normal(hidden, dtype=wide, device=device, layout=vectors, mean=0.5)
@@ -313,8 +311,11 @@ def test_nonfinite_weight(kernel, device, name, dtype):
     check_nonfinite(kernel, name, **arguments)
 
 
+OF_BRANCHES = [name + how for name in BRANCH_OPERATIONS for how in (BRANCH, BRANCH + TABLE_ROWS)]
+
+
 @pytest.mark.sanitize
-@every_operation
+@pytest.mark.parametrize("name", [*ROW_NORMS, *OF_BRANCHES])
 @pytest.mark.parametrize(
     ("shape", "layout", "form", "dtype", "mixture"),
     [
@@ -330,25 +331,13 @@ def test_nonfinite_weight(kernel, device, name, dtype):
 )
 def test_smoke(kernel, device, name, shape, layout, form, dtype, mixture):
     options = {"layout": layout, "form": form, "mixture": mixture, "make": spread}
-    arguments = row_call(name, shape, dtype, device, **options)
+    operation, of_branch, table = name.partition(BRANCH)
+    arguments = row_call(operation, shape, dtype, device, **options)
     if "gate" in arguments:
         arguments["gate"].abs_()
-    check_rows(kernel, name, arguments, contract=False)
-
-
-@pytest.mark.sanitize
-@pairwise(
-    name=BRANCH_OPERATIONS,
-    shape=[(2, 3, 7), (2, 2, 2048), (2, 1, 16384), (1, 2, 70001)],
-    dtype=DTYPES,
-    layout=["contiguous", "odd_rows"],
-    table=[False, True],
-)
-def test_smoke_of_branches(kernel, device, name, shape, dtype, layout, table):
-    options = {"layout": layout, "form": "BSD_table", "make": spread}
-    arguments = with_branch(row_call(name, shape, dtype, device, **options))
+    arguments = with_branch(arguments) if of_branch else arguments
     arguments = with_table(arguments) if table else arguments
-    check_rows(kernel, name, arguments, contract=False)
+    check_rows(kernel, operation, arguments, contract=False)
 
 
 def test_memory_of_an_eager_result_is_poisoned(device):
@@ -361,11 +350,9 @@ def test_memory_of_an_eager_result_is_poisoned(device):
 
 def test_layouts_are_what_they_are_called(device):
     """All tests of strided views depend on this."""
-    views = {
-        name: normal(3, 4, 64, dtype=torch.bfloat16, device=device, layout=name) for name in LAYOUTS
-    }
-    strides = {name: view.stride() for name, view in views.items()}
-    assert strides == {
+    options = {"dtype": torch.bfloat16, "device": device}
+    views = {name: normal(3, 4, 64, layout=name, **options) for name in LAYOUTS}
+    assert {name: view.stride() for name, view in views.items()} == {
         "contiguous": (256, 64, 1),
         "unbind": (768, 192, 1),
         "chunk": (768, 192, 1),

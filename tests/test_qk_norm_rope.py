@@ -127,10 +127,8 @@ def test_table_shapes(
 def test_strided_tables(kernel, device, memory, width, norm, layout, dtype):
     """Cosine and sine of different shapes, one by head."""
     q, k = query_and_key((2, 65, 4, 64), dtype, device)
-    by_head, by_token = (
-        normal(*size, width, dtype=torch.float32, device=device, layout=memory)
-        for size in ((2, 65, 4), (2, 65))
-    )
+    options = {"dtype": torch.float32, "device": device, "layout": memory}
+    by_head, by_token = (normal(*size, width, **options) for size in ((2, 65, 4), (2, 65)))
     for rope in ((by_head, by_token), (by_token, by_head)):
         check_call(kernel, q, k, rope=rope, heads=4, norm=norm, layout=layout)
 
@@ -176,13 +174,9 @@ def test_weights(kernel, device, form, shape, given, in_float32, memory, norm, d
     """Some weights and biases or none, in the query's dtype or float32."""
     q, k = query_and_key(shape, dtype, device)
     parameters = weights(norm, shape, torch.float32, device, layout=memory)
-    parameters = {
-        name: parameters[name]
-        if name in in_float32
-        else LAYOUTS[memory](parameters[name].to(dtype))
-        for name in given
-        if name in parameters
-    }
+    parameters = {name: parameters[name] for name in given if name in parameters}
+    for name in parameters.keys() - {*in_float32}:
+        parameters[name] = LAYOUTS[memory](parameters[name].to(dtype))
     rope = rotation(kernel, form, shape, device)
     options = {"heads": shape[2], "norm": norm, "contract": shape[1] == 65}
     check_call(kernel, q, k, **parameters, rope=rope, **options)
@@ -326,15 +320,10 @@ def test_one_of_query_and_key_is_empty(kernel, device, length):
 
 
 def joint_slices(tensors, memory):
-    """Outputs: slices of longer buffers, filled with NaN."""
-    outs = []
-    for x in tensors:
-        if memory == "joint":
-            buffer = torch.full_like(torch.cat([x, x[:, :1]], 1), math.nan)
-            outs.append(buffer[:, 1:])
-        else:
-            outs.append(LAYOUTS[memory](torch.full_like(x, math.nan)))
-    return tuple(outs)
+    """Outputs filled with NaN; for "joint" slices of longer buffers."""
+    if memory != "joint":
+        return tuple(LAYOUTS[memory](torch.full_like(x, math.nan)) for x in tensors)
+    return tuple(torch.full_like(torch.cat([x, x[:, :1]], 1), math.nan)[:, 1:] for x in tensors)
 
 
 @pairwise(
@@ -377,9 +366,8 @@ def test_outputs_that_are_inputs(kernel, device, norm):
     rope = rotary_tables(33, 64, dtype=torch.float32, device=device)
     for own in ((True, False, False), (False, True, True), (True, True, True)):
         tensors = [t.clone() for t in (q, k, v)]
-        outs = tuple(
-            t if is_own else torch.empty_like(t) for t, is_own in zip(tensors, own, strict=True)
-        )
+        pairs = zip(tensors, own, strict=True)
+        outs = tuple(t if is_own else torch.empty_like(t) for t, is_own in pairs)
         options = {"rope": rope, "heads": 4, "norm": norm, "v": tensors[2], "out": outs}
         check_call(kernel, *tensors[:2], **options, contract=False)
 

@@ -230,13 +230,9 @@ def test_grids(kernel, device, grid, memory, layout, is_float32, dtype):
 def test_strided_tables_of_an_axis(kernel, device, table_layout, axis, layout, dtype):
     x, tables = on_grid("cogvideox", dtype, device)
     plain = tables[axis][0]
-    if table_layout == "expanded":
-        strided = plain[:1].expand_as(plain)
-    else:
-        size = (1, *plain.shape)
-        strided = normal(*size, dtype=torch.float32, device=device, layout=table_layout)[0]
-    check(kernel, "rope_3d", x, **{**tables, axis: (strided, plain)}, layout=layout)
-    check(kernel, "rope_3d", x, **{**tables, axis: (plain, strided)}, layout=layout)
+    strided = normal(*plain.shape, dtype=torch.float32, device=device, layout=table_layout)
+    for pair in ((strided, plain), (plain, strided)):
+        check(kernel, "rope_3d", x, **{**tables, axis: pair}, layout=layout)
 
 
 @pairwise(value=NONFINITE, layout=PAIR_LAYOUTS, dtype=DTYPES)

@@ -22,13 +22,8 @@ def check_softmax(kernel, x, contract=True):
     half_ulp = 0.0 if x.dtype == torch.float32 else finfo.eps / 2
     # In float16, subnormal numbers have one spacing.
     spacing = finfo.smallest_normal * (finfo.eps if x.dtype == torch.float16 else 1)
-    torch.testing.assert_close(
-        out.double(),
-        references.softmax(x),
-        rtol=half_ulp + FLOAT32_ARITHMETIC,
-        atol=spacing,
-        equal_nan=True,
-    )
+    limits = {"rtol": half_ulp + FLOAT32_ARITHMETIC, "atol": spacing}
+    torch.testing.assert_close(out.double(), references.softmax(x), **limits, equal_nan=True)
     return out
 
 
