@@ -17,11 +17,9 @@ from family import (  # noqa: F401
     prepared,
     run,
 )
-from family_chroma import CHROMA
 from family_cogvideox import COGVIDEOX
 from family_cosmos import COSMOS
-from family_flux import FLUX, FLUX2
-from family_flux3 import FLUX3
+from family_flux import CHROMA, FLUX, FLUX2, FLUX3
 from family_hunyuan import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from family_krea2 import KREA2
 from family_ltx import LTX

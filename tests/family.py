@@ -33,7 +33,6 @@ def block_parts(attention, blocks="transformer_blocks"):
         "next_block": f"{blocks}.1",
         "attention": f"{blocks}.0.{attention}",
         "norm": f"{blocks}.1.norm1",
-        "norm2": f"{blocks}.0.norm2",
         "qk_norm": f"{blocks}.0.{attention}.norm_q",
         "linear": f"{blocks}.0.{attention}.to_k",
         "output": f"{blocks}.0.{attention}.to_out.0",
@@ -47,6 +46,7 @@ def feed_forward_parts(path="transformer_blocks.0.ff"):
 # Parts of models with an image and a text stream, and those of the two streams' feed-forwards.
 JOINT_PARTS = {
     **block_parts("attn"),
+    "norm2": "transformer_blocks.0.norm2",
     "added_norm": "transformer_blocks.0.attn.norm_added_k",
     "linear": "transformer_blocks.0.attn.add_k_proj",
     "rope": "pos_embed",

@@ -48,6 +48,7 @@ COGVIDEOX = family.Family(
     parts={
         **family.block_parts("attn1"),
         **family.feed_forward_parts(),
+        "norm2": "transformer_blocks.0.norm2",
         "inner_norm": "transformer_blocks.1.norm1.norm",
         "modulation": "transformer_blocks.0.norm1.linear",
     },

@@ -56,6 +56,7 @@ COSMOS = family.Family(
     parts={
         **family.block_parts("attn1"),
         **family.feed_forward_parts(),
+        "norm2": "transformer_blocks.0.norm2",
         "cross_attention": "transformer_blocks.0.attn2",
         "inner_norm": "transformer_blocks.1.norm1.norm",
         "output": "transformer_blocks.0.attn2.to_out.0",

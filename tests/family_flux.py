@@ -1,4 +1,4 @@
-"""Small FLUX.1 and FLUX.2 models for the tests of all families."""
+"""Small FLUX.1, FLUX.2, FLUX.3 and Chroma models for the tests of all families."""
 
 import torch
 
@@ -136,4 +136,112 @@ FLUX2 = family.Family(
     processor="Flux2AttnProcessor",
     condition="temb_mod_img",
     **BLOCKS,
+)
+
+
+_GUIDANCE = "distilled_guidance_layer"
+
+
+@family.model_of("ChromaTransformer2DModel", (f"{_GUIDANCE}.out_proj",), _GUIDANCE)
+def chroma_model(blocks, heads, head_dim):
+    return {
+        **of_two_kinds(blocks, heads, head_dim),
+        "axes_dims_rope": family.three_axes(head_dim),
+        "approximator_num_channels": 16,
+        "approximator_hidden_dim": 32,
+        "approximator_layers": 1,
+    }
+
+
+def chroma_inputs(device, dtype=torch.float32, *, mask=None, attention_mask=None, **options):
+    """With ``mask`` the text has padding, as the pipeline pads it."""
+    arguments = flux2_inputs(device, dtype, axes=3, **options)
+    del arguments["guidance"]
+    if mask is not None:
+        batch, image, _ = arguments["hidden_states"].shape
+        of_text = family.padded_prompts(batch, len(arguments["txt_ids"])).to(dtype)
+        attention_mask = torch.cat([of_text, torch.ones(batch, image)], dim=1).to(device, dtype)
+    return {**arguments, "attention_mask": attention_mask}
+
+
+class _Chroma(family.Family):
+    def cast(self, arguments, dtype):
+        """The mask is added to scores, so it has their dtype."""
+        mask = arguments["attention_mask"]
+        mask = mask if mask is None else mask.to(dtype)
+        return {**super().cast(arguments, dtype), "attention_mask": mask}
+
+
+CHROMA = _Chroma(
+    name="chroma",
+    model=chroma_model,
+    inputs=chroma_inputs,
+    options={**family.TWO_STREAM_OPTIONS, "padded text": {"mask": "padded"}},
+    parts={**FLUX.parts, "modulation": f"{_GUIDANCE}.out_proj"},
+    lora_targets=[target for target in FLUX.lora_targets if target != "norm1.linear"],
+    caches=("pyramid", "taylorseer"),
+    processor="FluxAttnProcessor",
+    functions=(),  # they are in the module of FLUX.1
+    **BLOCKS,
+)
+
+
+@family.model_of(
+    "Flux3Transformer2DModel",
+    ("image.linear", "image_cond.linear", "txt.linear", "norm_out.linear"),
+    "timestep_embedder",
+    keeps=lambda name: ".norm_" in name,
+)
+def flux3_model(blocks, heads, head_dim):
+    return {
+        **of_two_kinds(blocks, heads, head_dim),
+        "cond_in_channels": CHANNELS,
+        "timestep_channels": 16,
+        "axes_dims_rope": (head_dim // 4,) * 4,
+    }
+
+
+@family.inputs_of
+def flux3_inputs(normal, dtype, batch, tokens, text_length, images=0, **options):
+    """``images`` is the number of reference images."""
+    ids, txt_ids = positions(tokens, text_length, images=1 + images)
+    count = ids.shape[1]
+    references = {}
+    if images:
+        references = {
+            "image_cond_hidden_states": normal(batch, images * count, CHANNELS).to(dtype),
+            "image_cond_ids": ids[1:].flatten(0, 1),
+        }
+    return {
+        "hidden_states": normal(batch, count, CHANNELS).to(dtype),
+        "encoder_hidden_states": normal(batch, text_length, TEXT_CHANNELS).to(dtype),
+        "timestep": family.powers_of_two(normal, batch, 1 / 8).to(dtype),
+        "img_ids": ids[0],
+        "txt_ids": txt_ids,
+        **references,
+        **options,
+    }
+
+
+FLUX3 = family.Family(
+    name="flux3",
+    model=flux3_model,
+    inputs=flux3_inputs,
+    parts={
+        **family.block_parts("attn", "mode_blocks.image"),
+        **SINGLE_PARTS,
+        "norm": "txt_mode_blocks.1.norm",
+        "output": "single_transformer_blocks.0.attn.to_out.0",
+        "gated_feed_forward": "mode_blocks.image.0.ff",
+        "activation": "single_transformer_blocks.0.ff.act_fn",
+        "up": "single_transformer_blocks.0.ff.linear_in",
+        "modulation": "single_stream_modulations.image",
+        "output_norm": "norm_out",
+        "rope": "pos_embed",
+    },
+    lora_targets=[*family.ATTENTION_LORA, "ff.linear_in", "ff.linear_out"],
+    processor="Flux3AttnProcessor",
+    one_block=BLOCKS["one_block"],
+    block_lists=("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks"),
+    condition="temb_mod",
 )

@@ -4,6 +4,7 @@ import torch
 
 import family
 
+_TEXT_BLOCKS = ("text_fusion.layerwise_blocks", "text_fusion.refiner_blocks")
 CHANNELS, TEXT_CHANNELS, TEXT_LAYERS = 8, 32, 3
 
 
@@ -15,7 +16,9 @@ def _finish(model):
 
 
 @family.model_of(
-    *("Krea2Transformer2DModel", ("time_mod_proj",), "time_embed"),
+    "Krea2Transformer2DModel",
+    ("time_mod_proj",),
+    "time_embed",
     keeps=lambda name: "norm" in name,
     finish=_finish,
 )
@@ -62,6 +65,7 @@ KREA2 = family.Family(
     options={**family.TWO_STREAM_OPTIONS, "padded text": {"mask": "padded", "text_length": 9}},
     parts={
         **family.block_parts("attn"),
+        "norm2": "transformer_blocks.0.norm2",
         "text_block": "text_fusion.layerwise_blocks.0",
         "gated_feed_forward": "transformer_blocks.0.ff",
         "up": "transformer_blocks.0.ff.up",
@@ -69,9 +73,5 @@ KREA2 = family.Family(
     },
     lora_targets=[*family.ATTENTION_LORA[:3], "to_gate", "to_out.0", "ff.gate", "ff.up", "ff.down"],
     processor="Krea2AttnProcessor",
-    block_lists=(
-        "text_fusion.layerwise_blocks",
-        "text_fusion.refiner_blocks",
-        "transformer_blocks",
-    ),
+    block_lists=(*_TEXT_BLOCKS, "transformer_blocks"),
 )

@@ -25,6 +25,7 @@ OPTIONS = {
 PARTS = {
     **family.block_parts("attn1"),
     **family.feed_forward_parts(),
+    "norm2": "transformer_blocks.0.norm2",
     "cross_attention": "transformer_blocks.0.attn2",
     "rope": "rope",
     "modulation": "time_embed",

@@ -60,6 +60,7 @@ MINIMAX_H3 = family.Family(
     parts={
         **family.block_parts("attn"),
         **family.feed_forward_parts(),
+        "norm2": "transformer_blocks.0.norm2",
         "text_block": "token_refiner.refiner_blocks.0",
         "modulation": "transformer_blocks.0.adaln_proj.linear",
         "rope": "rope",

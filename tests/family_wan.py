@@ -53,6 +53,7 @@ WAN = family.Family(
         **family.block_parts("attn1", "blocks"),
         **family.feed_forward_parts("blocks.0.ffn"),
         "cross_attention": "blocks.0.attn2",
+        "norm2": "blocks.0.norm2",
         "norm3": "blocks.0.norm3",
         "rope": "rope",
         "modulation": "condition_embedder.time_proj",

@@ -142,6 +142,10 @@ _SIZES = {
     "crop_coords": torch.tensor([[0, 0], [1, 1]]),
 }
 _TWO_BLOCKS = {**_HEADS, **_IN_OUT, "num_layers": 2}
+_COGVIEW = {
+    **_TWO_BLOCKS, "text_embed_dim": 24, "time_embed_dim": 16, "condition_dim": 4, "sample_size": 8,
+}
+_CAPTIONED = {**_HEADS, "num_layers": 2, "cross_attention_dim": 128, "caption_channels": 24}
 
 
 def _denoising(x, **more):
@@ -166,10 +170,7 @@ MODELS = [
     ),
     SmallModel(
         "allegro", "AllegroTransformer3DModel",
-        {
-            **_HEADS, "num_layers": 2, "cross_attention_dim": 128, "sample_width": 8,
-            "sample_height": 8, "sample_frames": 2, "caption_channels": 24,
-        },
+        {**_CAPTIONED, "sample_width": 8, "sample_height": 8, "sample_frames": 2},
         lambda: _denoising(
             video(), encoder_hidden_states=normal(2, 1, 6, 24),
             attention_mask=torch.ones(2, 2, 8, 8), encoder_attention_mask=mask()[:, None].float(),
@@ -179,10 +180,7 @@ MODELS = [
     ),
     SmallModel(
         "pixart", "PixArtTransformer2DModel",
-        {
-            **_HEADS, "num_layers": 2, "cross_attention_dim": 128, "sample_size": 8,
-            "caption_channels": 24, "use_additional_conditions": False,
-        },
+        {**_CAPTIONED, "sample_size": 8, "use_additional_conditions": False},
         lambda: _denoising(
             image(), encoder_attention_mask=mask(),
             added_cond_kwargs={"resolution": None, "aspect_ratio": None},
@@ -192,9 +190,8 @@ MODELS = [
     SmallModel(
         "sana", "SanaTransformer2DModel",
         {
-            "in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 32,
-            "num_layers": 2, "num_cross_attention_heads": 2, "cross_attention_head_dim": 64,
-            "cross_attention_dim": 128, "caption_channels": 24, "sample_size": 8,
+            **_CAPTIONED, **_IN_OUT, "num_attention_heads": 4, "attention_head_dim": 32,
+            "num_cross_attention_heads": 2, "cross_attention_head_dim": 64, "sample_size": 8,
         },
         lambda: _denoising(image()),
         attends=2,
@@ -230,19 +227,13 @@ MODELS = [
     ),
     SmallModel(
         "cogview3", "CogView3PlusTransformer2DModel",
-        {
-            **_TWO_BLOCKS, "text_embed_dim": 24, "time_embed_dim": 16, "condition_dim": 4,
-            "pos_embed_max_size": 8, "sample_size": 8,
-        },
+        {**_COGVIEW, "pos_embed_max_size": 8},
         lambda: _denoising(image(), **_SIZES),
         attends=2,
     ),
     SmallModel(
         "cogview4", "CogView4Transformer2DModel",
-        {
-            **_TWO_BLOCKS, "text_embed_dim": 24, "time_embed_dim": 16, "condition_dim": 4,
-            "sample_size": 8, "rope_axes_dim": (32, 32),
-        },
+        {**_COGVIEW, "rope_axes_dim": (32, 32)},
         lambda: _denoising(image(), **_SIZES),
         attends=2,
     ),
