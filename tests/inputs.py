@@ -582,27 +582,25 @@ def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=T
 
 def with_table(arguments):
     """The same call with each scale, shift and gate as a pair of a table's row and an embedding."""
-    arguments = dict(arguments)
-    for key in ("scale", "shift", "gate"):
-        embedding = arguments.get(key)
-        if embedding is not None:
-            row = normal(embedding.shape[-1], dtype=embedding.dtype, device=embedding.device)
-            arguments[key] = (row, embedding)
-    return arguments
+    tables = {
+        key: (normal(t.shape[-1], dtype=t.dtype, device=t.device), t)
+        for key in ("scale", "shift", "gate")
+        if (t := arguments.get(key)) is not None
+    }
+    return {**arguments, **tables}
 
 
 def with_index(arguments, rows=3, is_shared=False):
     """The same call with a table of each scale, shift and gate, from which each token chooses its row. The
     index is shared by all samples or (B, S)."""
-    arguments = dict(arguments)
-    for key in ("scale", "shift", "gate"):
-        given = arguments.get(key)
-        if given is not None:
-            size = given.shape[-1]
-            arguments[key] = normal(rows, size, dtype=given.dtype, device=given.device)
+    tables = {
+        key: normal(rows, t.shape[-1], dtype=t.dtype, device=t.device)
+        for key in ("scale", "shift", "gate")
+        if (t := arguments.get(key)) is not None
+    }
     *leading, _ = arguments["x"].shape
     index = torch.randint(rows, leading[1:] if is_shared else leading, dtype=torch.int32)
-    return {**arguments, "index": index.to(arguments["x"].device)}
+    return {**arguments, **tables, "index": index.to(arguments["x"].device)}
 
 
 _CHANGES = {BRANCH: with_branch, TABLE_ROWS: with_table, INDEXED: with_index}

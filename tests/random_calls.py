@@ -234,10 +234,8 @@ def traced_outcome(function, arguments):
 
 def _leader(arguments):
     """A tensor that may require grad, or None."""
-    for tensor in tensors_of(arguments):
-        if _is_plain(tensor) and tensor.is_floating_point() and tensor.is_leaf:
-            return tensor
-    return None
+    plain = filter(_is_plain, tensors_of(arguments))
+    return next((t for t in plain if t.is_floating_point() and t.is_leaf), None)
 
 
 def fault(call):

@@ -309,25 +309,24 @@ def test_compile_a_transformer_block(kernel, device, backend, requires_grad):
 
 def counted_call(kernel, name, x):
     """A call with a sequence length from x, (1, S, 2, 64)."""
-    table = x[0, :, 0].float()
-    one = x[:1, :1]
+    table, one = x[0, :, 0].float(), x[:1, :1]
+    k, rope, options = x, (table, table), {"heads": 2}
     if name == "attention_queries":
         return kernel.attention(x, one, one)
     if name == "attention_keys":
         return kernel.attention(one, x, x)
     if name == "rope":
-        return kernel.rope(x, table, table)
+        return kernel.rope(x, *rope)
     if name == "rope_3d":
         frame, fixed = table[:, :12], one[0, :, 0, :10].float()
         return kernel.rope_3d(x, (frame, frame), (fixed, fixed), (fixed, fixed))
     if name == "geglu":
         return kernel.geglu(x)
-    rope = (table, table)
     if name == "qk_norm_two_ropes":
-        return kernel.qk_norm_rope(x, one, rope=rope, k_rope=(one[0, :, 0], one[0, :, 1]), heads=2)
+        k, options["k_rope"] = one, (one[0, :, 0], one[0, :, 1])
     if name == "qk_norm_coordinate_rope":
         rope = kernel.CoordinateRope(table[None, :, :3], table[0, :10])
-    return kernel.qk_norm_rope(x, x, rope=rope, heads=2)
+    return kernel.qk_norm_rope(x, k, rope=rope, **options)
 
 
 COUNTED_CALLS = ["attention_queries", "attention_keys", "geglu", *ROPE_OPERATIONS, *QK_OPERATIONS]
@@ -564,30 +563,27 @@ def _gpu_memory(tmp_path_factory):
 
 
 # Operation, number of full-size tensors, their shape.
-HUGE = {
-    "gelu": ("gelu", 1, (2**20 + 3, 2048)),
-    "gelu_1d": ("gelu", 1, (FAR + 12345,)),
-    "swiglu": ("swiglu", 1, (2**19 + 3, 8192)),
-    "softmax": ("softmax", 1, (2**20 + 3, 2048)),
-    "softmax_of_long_rows": ("softmax", 1, (2**15 + 3, 65536)),
-    "rms_norm": ("rms_norm", 1, (2**20 + 3, 2048)),
-    "layer_norm_odd": ("layer_norm", 1, (2**20 + 3, 2049)),
-    "gated_residual": ("gated_residual", 3, (2**20 + 3, 2048)),
-    "gated_residual_1d": ("gated_residual", 2, (FAR + 12345,)),
-    "gated_residual_rms_norm_modulate": ("gated_residual_rms_norm_modulate", 2, (2**20 + 3, 2048)),
-}
+HUGE = [
+    ("gelu", 1, (2**20 + 3, 2048)),
+    ("gelu", 1, (FAR + 12345,)),
+    ("swiglu", 1, (2**19 + 3, 8192)),
+    ("softmax", 1, (2**20 + 3, 2048)),
+    ("softmax", 1, (2**15 + 3, 65536)),
+    ("rms_norm", 1, (2**20 + 3, 2048)),
+    ("layer_norm", 1, (2**20 + 3, 2049)),
+    ("gated_residual", 3, (2**20 + 3, 2048)),
+    ("gated_residual", 2, (FAR + 12345,)),
+    ("gated_residual_rms_norm_modulate", 2, (2**20 + 3, 2048)),
+]
 
 
 @needs_cuda
 @pytest.mark.usefixtures("_gpu_memory")
-@pytest.mark.parametrize("case", HUGE)
-def test_more_than_2_31_elements(kernel, device, case):
-    name, count, shape = HUGE[case]
-    tensors = [
-        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(count)
-    ]
-    columns = shape[-1]
-    small = [normal(columns, dtype=torch.bfloat16, device=device) for _ in range(3)]
+@pytest.mark.parametrize(("name", "count", "shape"), HUGE, ids=str)
+def test_more_than_2_31_elements(kernel, device, name, count, shape):
+    columns, options = shape[-1], {"dtype": torch.bfloat16, "device": device}
+    tensors = [torch.empty(shape, **options).normal_() for _ in range(count)]
+    small = [normal(columns, **options) for _ in range(3)]
     small = small if name.endswith("modulate") else []
     outs = as_tuple(getattr(kernel, name)(*tensors, *small))
     assert tensors[0].numel() > FAR

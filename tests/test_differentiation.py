@@ -53,9 +53,8 @@ def is_differentiable(tensor):
 
 
 def in_double(tensor):
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.to(dtype) if is_differentiable(tensor) else tensor
 
 
 def exactly(arguments):
@@ -96,8 +95,7 @@ def check_gradients(kernel, name, arguments):
     dtype = next(tensors_of(arguments)).dtype
     reference = getattr(references, operation)
     exact = exactly(arguments)
-    tangents = [torch.randn_like(out) for out in as_tuple(reference(**exact))]
-    tangents = [tangent.to(dtype) for tangent in tangents]
+    tangents = [torch.randn_like(out).to(dtype) for out in as_tuple(reference(**exact))]
     expected = gradients(reference, exact, tangents)
     theirs = gradients(getattr(eager, operation), arguments, tangents)
     ours = gradients(getattr(kernel, operation), arguments, tangents)
@@ -361,10 +359,8 @@ def test_vmap(kernel, device, name, batched, dim):
     several = [t if d is None else varied(t, d) for t, d in zip(tensors, in_dims, strict=True)]
     outs = vmap(call, in_dims=tuple(in_dims))(*several)
     for i in range(SAMPLES):
-        one = [
-            t if d is None else t.select(d, i).contiguous()
-            for t, d in zip(several, in_dims, strict=True)
-        ]
+        pairs = zip(several, in_dims, strict=True)
+        one = [t if d is None else t.select(d, i).contiguous() for t, d in pairs]
         for out, expected in zip(as_tuple(outs), as_tuple(call(*one)), strict=True):
             tolerance = 0.02 if out.dtype == torch.bfloat16 else 2e-5
             torch.testing.assert_close(out[i], expected, rtol=tolerance, atol=tolerance)

@@ -82,30 +82,24 @@ ROPE_FIELDS = {"cos": 0, "sin": 1, "coordinates": 0, "frequencies": 1}
 KEY_FIELDS = {"k_cos": 0, "k_sin": 1}
 OUT_FIELDS = {"q_out": 0, "k_out": 1, "v_out": 2}
 AXIS_FIELDS = {
-    f"{axis}_{name}": (axis, field)
-    for axis in GRID_AXES
-    for field, name in enumerate(("cos", "sin"))
+    f"{axis}_{name}": (axis, i) for axis in GRID_AXES for i, name in enumerate(("cos", "sin"))
 }
+GROUPS = {"rope": ROPE_FIELDS, "k_rope": KEY_FIELDS, "out": OUT_FIELDS}
+PLACES = {name: (group, i) for group, fields in GROUPS.items() for name, i in fields.items()}
+PLACES |= AXIS_FIELDS
 
 
 def replace(argument, change):
     """A change of one argument: `change` takes the argument's value and returns another."""
 
     def apply(arguments):
-        if argument in AXIS_FIELDS:
-            axis, field = AXIS_FIELDS[argument]
-            pair = list(arguments[axis])
-            pair[field] = change(pair[field])
-            arguments[axis] = tuple(pair)
+        group, index = PLACES.get(argument, (None, 0))
+        if group not in arguments:
+            arguments[argument] = change(arguments.get(argument))
             return
-        for group, indices in (("rope", ROPE_FIELDS), ("k_rope", KEY_FIELDS), ("out", OUT_FIELDS)):
-            if argument in indices and group in arguments:
-                value, index = arguments[group], indices[argument]
-                fields = list(value)
-                fields[index] = change(fields[index])
-                arguments[group] = value._make(fields) if hasattr(value, "_make") else tuple(fields)
-                return
-        arguments[argument] = change(arguments.get(argument))
+        value, fields = arguments[group], list(arguments[group])
+        fields[index] = change(fields[index])
+        arguments[group] = value._make(fields) if hasattr(value, "_make") else tuple(fields)
 
     return apply
 
@@ -684,9 +678,8 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
             assert argument == "rope" or not isinstance(value, (torch.Tensor, np.ndarray, complex))
         else:
             # With other heads, it is q that has a wrong head_dim, or gate that has a wrong shape.
-            names = (
-                "heads|q|gate" if is_of_attention else f"{argument}|cos|k_cos|weight|q_weight|q_out"
-            )
+            others = f"{argument}|cos|k_cos|weight|q_weight|q_out"
+            names = "heads|q|gate" if is_of_attention else others
             assert re.fullmatch(rf"{function.__name__}: (?:{names}) [^\n]*, got [^\n]*", message)
         if kind is TypeError and message.split(": ")[1].startswith(argument):
             text = ACCEPTED_TYPES.get(argument, "a string")
@@ -892,33 +885,25 @@ def limit(operations, sentence, changes, refused=2**31):
 HEADS_OF_TOKENS = "must have a batch * seq * heads of at most 2147483647, got"
 limit("rope", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1)})
 limit("rope_3d", f"x {HEADS_OF_TOKENS} {{}} * 1 * 1", lambda n: {"x": rows(n, 1, 1)})
-limit(
-    QK_OPERATIONS[:2],
-    f"q {HEADS_OF_TOKENS} {{}} * 1 * 1",
-    lambda n: {"q": rows(n, 1), "k": rows(n, 1)},
-)
-limit(
-    "qk_norm_two_ropes",
-    f"k {HEADS_OF_TOKENS} 1 * {{}} * 1",
-    lambda n: {
-        "k": lambda t: t[:, :1].expand(1, n, 64),
-        **dict.fromkeys(KEY_FIELDS, rows_of_table(n)),
-    },
-)
+of_query = f"q {HEADS_OF_TOKENS} {{}} * 1 * 1"
+limit(QK_OPERATIONS[:2], of_query, lambda n: dict.fromkeys("qk", rows(n, 1)))
+
+
+def long_key(n):
+    return {"k": lambda t: t[:, :1].expand(1, n, 64), **dict.fromkeys(KEY_FIELDS, rows_of_table(n))}
+
+
+limit("qk_norm_two_ropes", f"k {HEADS_OF_TOKENS} 1 * {{}} * 1", long_key)
+
+
+def of_wide_tokens(n):
+    return {**dict.fromkeys("qk", rows(1, 1, n)), "heads": value(n)}
+
 
 ELEMENTS_OF_TOKEN = "must have a heads * head_dim of at most 2147483647, got {} * 64"
-limit(
-    QK_OPERATIONS[:2],
-    f"q {ELEMENTS_OF_TOKEN}",
-    lambda n: {"q": rows(1, 1, n), "k": rows(1, 1, n), "heads": value(n)},
-    refused=2**25,
-)
-limit(
-    "qk_norm_rope",
-    f"k {ELEMENTS_OF_TOKEN}",
-    lambda n: {"q": rows(1, 1, 1), "k": rows(1, 1, n)},
-    refused=2**25,
-)
+limit(QK_OPERATIONS[:2], f"q {ELEMENTS_OF_TOKEN}", of_wide_tokens, 2**25)
+of_key = f"k {ELEMENTS_OF_TOKEN}"
+limit("qk_norm_rope", of_key, lambda n: {"q": rows(1, 1, 1), "k": rows(1, 1, n)}, 2**25)
 
 ELEMENTS_OF_HEAD = "must have a head_dim of at most 2147483647, got {}"
 
@@ -938,19 +923,11 @@ limit("qk_norm_rope", f"q {ELEMENTS_OF_HEAD}", lambda n: of_huge_heads(n, "qk"))
 limit("qk_norm_coordinate_rope", f"q {ELEMENTS_OF_HEAD}", lambda n: of_huge_heads(n, "qk", ()))
 
 QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
-limit(
-    "attention",
-    f"{QUERIES} {{}} * 1 * 1",
-    lambda n: {key: rows(n, 1, 1) for key in ("q", "k", "v")},
-    refused=2**30 + 1,
-)
-limit("attention", f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, refused=2**30 + 1)
-limit(
-    "attention",
-    "k must have a seq of at most 1073741824, got {}",
-    lambda n: {key: rows(1, n, 1) for key in ("k", "v")},
-    refused=2**30 + 1,
-)
+KEYS, MANY = "k must have a seq of at most 1073741824, got {}", 2**30 + 1
+of_all = f"{QUERIES} {{}} * 1 * 1"
+limit("attention", of_all, lambda n: dict.fromkeys("qkv", rows(n, 1, 1)), MANY)
+limit("attention", f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, MANY)
+limit("attention", KEYS, lambda n: dict.fromkeys("kv", rows(1, n, 1)), MANY)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

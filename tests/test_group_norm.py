@@ -68,10 +68,6 @@ def check_norm(kernel, name, x, groups, is_last, **options):
     return check(kernel, name, x, *of_groups(name, groups), is_channels_last=is_last, **options)
 
 
-def check_group_norm(kernel, *args, **options):
-    return check_norm(kernel, "group_norm", *args, **options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
@@ -97,7 +93,7 @@ def test_groups_and_pixels(kernel, device, size, pixels, is_last, dtype, activat
     batch = 1 if channels * pixels > 2**21 else 3
     x = laid_out(spread((batch, channels, pixels), groups, dtype, device), is_last)
     options = {**everything("group_norm", x), "activation": activation} if activation else {}
-    check_group_norm(kernel, x, groups, is_last, **options)
+    check_norm(kernel, "group_norm", x, groups, is_last, **options)
 
 
 @every_memory
@@ -106,7 +102,7 @@ def test_channels_of_a_wider_tensor(kernel, device, is_last, dtype):
     """A slice of a skip connection's concatenated result."""
     wide = laid_out(spread((2, 96, 6, 6), 1, dtype, device), is_last)
     for part in (wide[:, 32:64], wide[:, 1:33], wide[:, 63:], wide[1:, :32]):
-        check_group_norm(kernel, part, 4 if part.shape[1] == 32 else 11, is_last)
+        check_norm(kernel, "group_norm", part, 4 if part.shape[1] == 32 else 11, is_last)
 
 
 @every_memory
@@ -114,11 +110,11 @@ def test_channels_of_a_wider_tensor(kernel, device, is_last, dtype):
 def test_expanded_channels(kernel, device, is_last, dtype):
     """Of one channel for all, and of one entry for the batch; a single pixel's stride is free."""
     x = spread((2, 1, 40), 1, dtype, device)
-    check_group_norm(kernel, x.expand(2, 8, 40), 2, False, **parameters(8, dtype, device))
+    check_norm(kernel, "group_norm", x.expand(2, 8, 40), 2, False, **parameters(8, dtype, device))
     x = laid_out(spread((1, 8, 40), 2, dtype, device), is_last).expand(3, 8, 40)
-    check_group_norm(kernel, x, 2, is_last, **everything("group_norm", x))
+    check_norm(kernel, "group_norm", x, 2, is_last, **everything("group_norm", x))
     x = spread((3, 8), 2, dtype, device).as_strided((3, 8, 1, 1), (8, 1, 5, 3))
-    check_group_norm(kernel, x, 2, is_last, **everything("group_norm", x))
+    check_norm(kernel, "group_norm", x, 2, is_last, **everything("group_norm", x))
 
 
 @every_norm
@@ -170,9 +166,11 @@ def test_values_far_from_zero(kernel, device, size, is_last, dtype):
     x = normal(2, channels, pixels, dtype=dtype, device=device, mean=mean)
     x[:, ::2] -= 2 * x[:, ::2] * (torch.arange(2, device=device) % 2)[:, None, None]
     x = laid_out(x, is_last)
-    check_group_norm(kernel, x, groups, is_last, activation="silu")
+    check_norm(kernel, "group_norm", x, groups, is_last, activation="silu")
     # The sum with a bias is rounded to float32.
-    check_group_norm(kernel, x, groups, is_last, **everything("group_norm", x), slack=4e-7 * mean)
+    check_norm(
+        kernel, "group_norm", x, groups, is_last, **everything("group_norm", x), slack=4e-7 * mean
+    )
 
 
 @pairwise(name=NORMS, factor=[0.01, 30.0, 1000.0], is_last=IS_LAST, dtype=DTYPES)

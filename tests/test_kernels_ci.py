@@ -65,13 +65,8 @@ def norm_and_rotate(x, weight, cos, sin):
 
 def rotate_grid(x, *axes):
     places = torch.meshgrid(*(torch.arange(size, device=x.device) for size in GRID), indexing="ij")
-    cos, sin = (
-        torch.cat(
-            [table[field][place.flatten()] for table, place in zip(axes, places, strict=True)], -1
-        )
-        for field in (0, 1)
-    )
-    return rotate(x, cos, sin)
+    of_axes = [[t[place.flatten()] for t in pair] for pair, place in zip(axes, places, strict=True)]
+    return rotate(x, *(torch.cat(tables, -1) for tables in zip(*of_axes, strict=True)))
 
 
 def attention(q, k, v):
@@ -82,6 +77,7 @@ def attention(q, k, v):
 # Shapes of the arguments. A pair (cos, sin) is written as its shape in a tuple.
 ROWS, VECTOR, MODULATION = (BATCH, TOKENS, HIDDEN), (HIDDEN,), (BATCH, 1, HIDDEN)
 PAIR, GATED = (MODULATION, MODULATION), (ROWS, ROWS, MODULATION)
+GATED_PAIRS = (*GATED, *PAIR, *PAIR)
 TOKEN_HEADS, IMAGE = (BATCH, TOKENS, HEADS, HEAD_DIM), (BATCH, 64, 6, 5)
 TABLES = ((TOKENS, HEAD_DIM // 2),)
 AXES = (((2, 12),), ((3, 10),), ((4, 10),))
@@ -95,11 +91,7 @@ CASES = {
     "gated_residual": (GATED, {}, lambda residual, x, g: residual + g * x),
     "gated_residual_rms_norm_modulate": ((*GATED, *PAIR), {}, after_residual(rms_norm)),
     "gated_residual_layer_norm_modulate": ((*GATED, *PAIR), {}, after_residual(layer_norm)),
-    "gated_residual_layer_norm_modulate_pair": (
-        (*GATED, *PAIR, *PAIR),
-        {},
-        after_residual(layer_norm),
-    ),
+    "gated_residual_layer_norm_modulate_pair": (GATED_PAIRS, {}, after_residual(layer_norm)),
     "group_norm": ((IMAGE,), {"num_groups": 8}, lambda x: F.group_norm(x, 8)),
     "channel_rms_norm": (
         (IMAGE, (64,)),
@@ -286,15 +278,9 @@ def test_a_wrong_call_raises_one_sentence(kernel, device):
 def test_an_injected_model(kernel, device):
     """It computes the plain model's values, and has its bits again when ejected."""
     torch.manual_seed(0)
-    model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8,
-        out_channels=8,
-        num_attention_heads=HEADS,
-        attention_head_dim=HEAD_DIM,
-        cross_attention_dim=HIDDEN,
-        num_layers=2,
-        caption_channels=32,
-    )
+    channels = {"in_channels": 8, "out_channels": 8, "caption_channels": 32, "num_layers": 2}
+    heads = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
+    model = diffusers.LTXVideoTransformer3DModel(**channels, **heads, cross_attention_dim=HIDDEN)
     model = model.to(device, torch.bfloat16).eval()
     arguments = {
         "hidden_states": torch.randn(BATCH, TOKENS, 8),

@@ -76,17 +76,14 @@ def check_quantized(values, scales, reference):
     # The largest of a few values may be one that cancels.
     atol = FLOAT32_ARITHMETIC / LARGEST if reference.shape[-1] <= 8 else 0
     torch.testing.assert_close(given, expected, rtol=SCALE_ERROR, atol=atol)
-
     # Rounding is monotonic: the result is between the roundings of both ends of the quotient's interval.
     divisor = torch.where(expected == 0, math.inf, expected)
     quotients = reference / divisor
     error = QUOTIENT_ERROR * quotients.abs() + VALUE_ERROR / divisor
     values = values.double()
-    assert (values >= rounded(quotients - error)).all()
-    assert (values <= rounded(quotients + error)).all()
-    nearest = rounded(quotients)
+    lowest, nearest, highest = (rounded(quotients + sign * error) for sign in (-1, 0, 1))
+    assert ((lowest <= values) & (values <= highest)).all()
     assert (values != nearest).double().mean() <= DIFFERENT_VALUES
-
     distance, best = (values * given - reference).norm(), (nearest * expected - reference).norm()
     assert distance <= 1.01 * best + SCALE_ERROR * reference.norm()
 

@@ -24,12 +24,13 @@ from inputs import (
     widest_dtype,
     writing_call,
 )
-from test_errors import OUT_FIELDS, assert_refused, longer, refused_unchanged, replace, sentence
+from test_errors import OUT_FIELDS, longer, refused_unchanged, replace, sentence
 
+OUTPUTS = tuple(OUT_FIELDS)
 every_operation = pytest.mark.parametrize("name", WITH_OUT)
 every_output = pytest.mark.parametrize(
     ("name", "output"),
-    [*((name, "out") for name in WITH_OUT), *(("qk_norm_rope", output) for output in OUT_FIELDS)],
+    [*((name, "out") for name in WITH_OUT), *(("qk_norm_rope", output) for output in OUTPUTS)],
 )
 every_kind_of_output = pytest.mark.parametrize("output", OUT_FIELDS)
 # Operations whose x may be out itself.
@@ -66,6 +67,11 @@ def test_values(kernel, device, name, dtype, layout, hidden):
     assert out._version == version + 1
 
 
+def freed(tensor):
+    tensor.untyped_storage().resize_(2)
+    return tensor
+
+
 # How an output is changed, and the sentence's text after "got".
 MISTAKES = {
     "float64": (torch.Tensor.double, "float64"),
@@ -78,6 +84,8 @@ MISTAKES = {
     "empty": (lambda t: t[:0], "(0, 5, "),
     "expanded": (lambda t: t[:1].expand_as(t), "stride 0 in dimension 0"),
     "expanded_rows": (lambda t: t[:, :1].expand_as(t), "stride 0 in dimension 1"),
+    "freed": (freed, "one of 2 bytes"),
+    "device": (torch.Tensor.cpu, "cpu"),
 }
 OTHER_TYPES = [3, 2.5, "x", True, (), [1.0], object()]
 
@@ -85,6 +93,8 @@ OTHER_TYPES = [3, 2.5, "x", True, (), [1.0], object()]
 @every_output
 @pytest.mark.parametrize("what", MISTAKES)
 def test_mistakes(kernel, device, name, output, what):
+    if (what, device) == ("device", "cpu"):
+        pytest.skip("on a CPU the only other device is meta, which gets shapes alone")
     change, got = MISTAKES[what]
     function, arguments = call_with_out(kernel, device, name, layout="contiguous")
     replace(output, change)(arguments)
@@ -100,24 +110,6 @@ def test_other_types(kernel, device, name, value, requires_grad):
     next(tensors_of(arguments)).requires_grad_(requires_grad)
     with pytest.raises(TypeError, match=f"^{name}: out must be a tensor or None, got "):
         function(**{**arguments, "out": value})
-
-
-@every_output
-def test_another_device(kernel, device, name, output):
-    if device == "cpu":
-        pytest.skip("on a CPU the only other device is meta, which gets shapes alone")
-    function, arguments = call_with_out(kernel, device, name)
-    replace(output, torch.Tensor.cpu)(arguments)
-    assert_refused(function, arguments, sentence(name, output, "cpu"))
-
-
-@every_output
-def test_freed_memory(kernel, device, name, output):
-    function, arguments = call_with_out(kernel, device, name, layout="contiguous")
-    outs = arguments["out"]
-    out = outs if output == "out" else outs[OUT_FIELDS[output]]
-    out.untyped_storage().resize_(2)
-    assert_refused(function, arguments, sentence(name, output, "one of 2 bytes"))
 
 
 @every_operation
@@ -189,21 +181,15 @@ def test_what_is_read_lies_in_what_is_written(kernel, device, argument, written)
     arguments.update({key: torch.ones(16, device=device) for key in ("q_weight", "k_weight")})
     cos, sin = rotary_tables(4, 16, dtype=torch.float32, device=device)
     target = arguments[written]
-    inside = {
-        "q_weight": target[1, 3],
-        "k_weight": target[0, 0],
-        "cos": target[0],
-        "sin": target[1],
-        "coordinates": target[:1, :, 4:7],
-        "frequencies": target[1, 2, :2],
+    rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 4, 3, 2, device))
+    arguments |= {
+        "q_weight": {"q_weight": target[1, 3]},
+        "k_weight": {"k_weight": target[0, 0]},
+        "cos": {"rope": (target[0], sin)},
+        "sin": {"rope": (cos, target[1])},
+        "coordinates": {"rope": rope._replace(coordinates=target[:1, :, 4:7])},
+        "frequencies": {"rope": rope._replace(frequencies=target[1, 2, :2])},
     }[argument]
-    if argument.endswith("weight"):
-        arguments[argument] = inside
-    elif argument in ("cos", "sin"):
-        arguments["rope"] = (inside, sin) if argument == "cos" else (cos, inside)
-    else:
-        rope = kernel.CoordinateRope(*coordinates_and_frequencies(1, 4, 3, 2, device))
-        arguments["rope"] = rope._replace(**{argument: inside})
     pattern = sentence("qk_norm_rope", argument, SHARED)
     message = refused_unchanged(kernel.qk_norm_rope, arguments, pattern)
     assert f"memory with {written}," in message
@@ -233,9 +219,8 @@ def test_outputs_that_overlap(kernel, device, first, second):
     arguments = of_outputs(device)
     outs, buffer = list(arguments["out"]), torch.zeros(2, 12, 2, 8, device=device)
     outs[first], outs[second] = buffer[:, 1:6], buffer[:, 5:10]
-    names = ("q_out", "k_out", "v_out")
     arguments["out"] = tuple(outs)
-    output_refused(kernel, arguments, names[second], names[first])
+    output_refused(kernel, arguments, OUTPUTS[second], OUTPUTS[first])
     outs[second] = buffer[:, 6:11]
     arguments["out"] = tuple(outs)
     assert len(kernel.qk_norm_rope(**arguments)) == 3
@@ -256,8 +241,7 @@ def test_outputs_that_overlap_inputs(kernel, device, name, index, is_whole):
         result = kernel.qk_norm_rope(**arguments)[index]
         assert torch.equal(result, expected) == (name == "v")
     else:
-        written = ("q_out", "k_out", "v_out")[index]
-        output_refused(kernel, arguments, name, written)
+        output_refused(kernel, arguments, name, OUTPUTS[index])
 
 
 @every_kind_of_output
@@ -287,14 +271,8 @@ def test_most_heads_in_chunks(kernel, device, output, chunk_heads):
     name, index = output[0], OUT_FIELDS[output]
     for heads in (2**16, 2**17):
         x = torch.randn(2, 5, heads, 2, device=device)
-        arguments = {
-            "q": x[:, :, :1],
-            "k": x[:, :, :1],
-            "v": x[:, :, :1],
-            "norm": "none",
-            "heads": 1,
-        }
-        arguments |= {name: x, "out": [torch.zeros_like(x[:, :, :1]) for _ in range(3)]}
+        arguments = {**dict.fromkeys("qkv", x[:, :, :1]), "norm": "none", name: x}
+        arguments["out"] = [torch.zeros_like(x[:, :, :1]) for _ in range(3)]
         arguments["heads"] = arguments["q"].shape[2]
         arguments["out"][index] = torch.zeros_like(x).unflatten(2, (-1, chunk_heads))
         if heads > 2**16:
@@ -334,7 +312,7 @@ def test_outputs_over_what_is_read(kernel, device, name, index):
         of_key = "k_" if name.startswith("k_") else ""
         cos, sin = arguments["rope"]
         arguments[f"{of_key}rope"] = (inside, sin) if name.endswith("cos") else (cos, inside)
-    output_refused(kernel, arguments, name, ("q_out", "k_out", "v_out")[index])
+    output_refused(kernel, arguments, name, OUTPUTS[index])
 
 
 # --------------------------------------------------------------------------------------------------
