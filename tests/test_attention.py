@@ -488,12 +488,12 @@ def test_key_lengths_of_few_keys(kernel, device, queries, keys, dtype):
 
 @pairwise(
     lengths=[(300, 70, 0), (64, 128, 257), (1, 300, 200), (129, 299)],
-    queries=FEW_AND_MANY,
-    bias_dtype=["no bias", *BIAS_DTYPES],
+    call=[(queries, bias) for queries in FEW_AND_MANY for bias in ("no bias", *BIAS_DTYPES)],
     head_dim=HEAD_DIMS,
     dtype=HALVES,
 )
-def test_bias_and_lengths(kernel, device, lengths, queries, bias_dtype, head_dim, dtype):
+def test_bias_and_lengths(kernel, device, lengths, call, head_dim, dtype):
+    queries, bias_dtype = call
     batch, options = len(lengths), {"key_lengths": key_lengths(lengths, device)}
     q, k, v = query_key_value(batch, queries, 300, 4, head_dim, dtype, device, key_heads=2)
     pad_with(math.nan, lengths, k, v)
