@@ -275,7 +275,7 @@ def swap_blocks(model):
     blocks["0"], blocks["1"] = blocks["1"], blocks["0"]
 
 
-def act(name, **arguments):
+def act(name, /, **arguments):
     return lambda twins: getattr(twins, name)(**arguments)
 
 
