@@ -125,21 +125,19 @@ def test_float32(kernel, device, name):
 @every
 def test_16_bits(kernel, device, small, dtype):
     """Encoding and decoding are as close to the float32 model as eager."""
+    # The ratio of single samples varies: from 0.72 to 1.25 in float16 for hunyuan.
+    samples, forward = 2, run
     if dtype is FLOAT16:  # whose convolutions are slow on a CPU
-        small = dataclasses.replace(small, batch=1)
+        small, samples, forward = dataclasses.replace(small, batch=1), 4, decode
     model, plain, report, arguments = pair(kernel, small, device, dtype)
-    if dtype is BFLOAT16:
 
-        def make_arguments(dtype, seed):
-            return small.arguments(device, dtype, seed)
+    def make_arguments(dtype, seed):
+        return small.arguments(device, dtype, seed)
 
-        assert_as_close_as_eager(model, plain, make_arguments, samples=2, forward=run)
-        expected = decode(plain, arguments)
-    else:
-        expected = assert_same(model, plain, arguments, decode)
+    assert_as_close_as_eager(model, plain, make_arguments, samples, forward)
     assert_only_attention_fell_back(report)
     kernel.eject_kernels(model)
-    assert torch.equal(decode(model, arguments), expected)
+    assert torch.equal(decode(model, arguments), decode(plain, arguments))
 
 
 def test_spatial_norms_are_reported(kernel, device):
