@@ -111,6 +111,15 @@ def test_a_block_that_sd3_skips(kernel, device):
     assert_close(run(model, arguments), expected)
 
 
+@pytest.mark.parametrize("blocks", FAMILIES["chroma"].block_lists)
+def test_a_hook_writes_to_the_mask_of_one_block(device, blocks):
+    """Each block of Chroma computes its attention's mask, so that no other block sees what is written."""
+    with Twins("chroma", device=device) as twins:
+        twins.inject()
+        twins.hook(module=f"{blocks}.0.attn", kind="last keyword", way="in place")
+        twins.forward(options="padded text")
+
+
 def test_two_modulations_of_qwenimage(kernel, device):
     """In image editing, tokens of the reference image get the modulation of time step 0."""
     family = FAMILIES["qwenimage"]

@@ -35,7 +35,7 @@ def check(family, seed, device, kind):
     result = random_sequences.random_sequence(family, seed, device, graphs, "fp8" in kind)
     if result.failure:
         pytest.fail(f"{result.message}\n{result.traceback}", pytrace=False)
-    if graphs and not result.refused:
+    if graphs and not result.refused and not result.counts["calls that raise"]:
         first = next(step for step in result.sequence.steps if step.name == "inject")
         assert result.counts["replayed"] > 0 or not first.arguments["graphs"]
 

@@ -173,7 +173,7 @@ def with_layerwise_casting(family, model):
 
 def after_a_step_of_an_optimizer(family, model):
     arguments = family.inputs(next(model.parameters()).device, seed=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     joined(model(**arguments, return_dict=False)[0]).square().sum().backward()
     optimizer.step()
 

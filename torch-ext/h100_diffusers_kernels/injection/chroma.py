@@ -36,6 +36,7 @@ from .blocks import (
     finish,
     two_stream_block,
 )
+from .checks import has_hooks
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
@@ -91,7 +92,7 @@ def _double_block_forward(
     if call.state is not None:
         call.state.text_length = c.shape[1]
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    more["attention_mask"] = _product(call, attention_mask)
+    more["attention_mask"] = _product(call, self._modules["attn"], attention_mask)
     return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
 
 
@@ -113,7 +114,7 @@ def _single_block_forward(
     attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
-        attention_mask=_product(call, attention_mask),
+        attention_mask=_product(call, modules["attn"], attention_mask),
         **(joint_attention_kwargs or {}),
     )
     out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
@@ -121,11 +122,20 @@ def _single_block_forward(
     return clip_to_float16(x)
 
 
-def _product(call: Call, mask: Tensor | None) -> Tensor | None:
-    """The mask (B, 1, S, S) that the model's attention is given, from that of the tokens (B, S)."""
+def _product(call: Call, attention: Any, mask: Tensor | None) -> Tensor | None:
+    """The mask (B, 1, S, S) that an attention is given, from that of the tokens (B, S).
+
+    Each block of the model computes its own. Blocks share it unless a hook may write to it.
+    """
     if mask is None:
         return None
-    return call.shared("product", mask, lambda m: m[:, None, None, :] * m[:, None, :, None])
+    if has_hooks(attention):
+        return _product_of_tokens(mask)
+    return call.shared("product", mask, _product_of_tokens)
+
+
+def _product_of_tokens(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :] * mask[:, None, :, None]
 
 
 def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
