@@ -125,7 +125,9 @@ class LineMap(Tests):
         return Fork(lambda: pytest.main(self.options, plugins=[self]))
 
     @pytest.hookimpl(wrapper=True)  # after the draw
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+    def pytest_collection_modifyitems(  # type: ignore[override]
+        self, items: list[pytest.Item]
+    ) -> Iterator[None]:
         yield
         by_name = {
             item.nodeid: item
