@@ -4,7 +4,7 @@ A function whose cases take less than a second in all runs whole. Of any other, 
 
 - each value of each parameter once, or three times with `drawn(times=3)`,
 - with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
-- each case once in `PERIOD` consecutive seeds,
+- each case once in `PERIOD` consecutive seeds, or a fifth of the cases alone with `drawn(times=0, period=5)`,
 - all cases if the function is marked `whole`, and those that tools/seeded_faults.toml names.
 
 `seconds.json` has the seconds of the functions that take a second or more. `make test-full
@@ -58,11 +58,11 @@ def _marks(item, pairs):
     yield from ((pair, tuple(values.get(name) for name in pair)) for pair in pairs)
 
 
-def draw_cases(cases, name, seed, times=1, pairs=()):
+def draw_cases(cases, name, seed, times=1, pairs=(), period=PERIOD):
     """The cases of one function that a seed draws."""
-    # In the same order for all seeds, so that each case is in one of PERIOD shares.
+    # In the same order for all seeds, so that each case is in one of `period` shares.
     cases = random.Random(name).sample(cases, len(cases))
-    share = [case for i, case in enumerate(cases) if i % PERIOD == seed % PERIOD]
+    share = [case for i, case in enumerate(cases) if i % period == seed % period]
     marks = {case: list(_marks(case, pairs)) for case in cases}
     left = collections.Counter(mark for of_case in marks.values() for mark in of_case)
     left = {mark: min(1 if mark[0] in pairs else times, n) for mark, n in left.items()}

@@ -187,6 +187,7 @@ def compiled(model, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(times=0, period=5)
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in COMPILED_ELSEWHERE])
 def test_compiled_without_another_graph_break(kernel, device, name):

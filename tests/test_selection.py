@@ -61,6 +61,13 @@ def test_several_times():
     assert all(drawn.count((name,)) >= 3 for name in NAMES)
 
 
+def test_a_share():
+    cases = product("f", pytest.mark.drawn(times=0, period=5).mark)
+    drawn = [draw(cases, seed, SECONDS, []) for seed in range(5)]
+    assert sorted(map(len, drawn)) == [len(cases) // 5] * 5
+    assert {*itertools.chain(*drawn)} == {*cases}
+
+
 def test_pairs():
     cases = product("f", pytest.mark.drawn(pairs=[("name", "flag")]).mark)
     drawn = draw(cases, 7, SECONDS, [])
