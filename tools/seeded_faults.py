@@ -10,6 +10,7 @@ The faults are in tools/seeded_faults.toml. Each is built and tested on the CPU.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -144,13 +145,14 @@ def seek(fault: Fault, checkout: Path, seed: int | None = None) -> str | None:
 def seek_all(faults: Sequence[Fault], seeds: Sequence[int | None]) -> int:
     """The number of faults that are found with each seed. Prints the test that finds each."""
     found = 0
+    long = set(json.loads((CHECKOUT / "tests" / "seconds.json").read_text()))
     with copied_checkout() as checkout:
         for fault in faults:
             begin = time.perf_counter()
             try:
-                # Cases that are named run with each seed.
-                is_named = all(test.endswith("]") for test in fault.tests)
-                tests = [seek(fault, checkout, seed) for seed in seeds[: 1 if is_named else None]]
+                # Named cases and functions of less than a second run with each seed.
+                are_drawn = not long.isdisjoint(fault.tests)
+                tests = [seek(fault, checkout, s) for s in (seeds if are_drawn else seeds[:1])]
             except (OSError, ValueError, RuntimeError) as error:
                 raise click.ClickException(f"{fault.name}: {error}") from error
             found += None not in tests
