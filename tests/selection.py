@@ -162,5 +162,5 @@ def add_options(parser):
         help="draw cases of all functions, or of those marked slow",
     )
     group.addoption("--seed", type=int, help="seed of --draw (default: the number of commits)")
-    group.addoption("--slowest", type=int, default=0, help="show the seconds of so many functions")
+    group.addoption("--slowest", type=int, default=0, help="number of slowest functions to show")
     group.addoption("--record-seconds", action="store_true", help=f"write {SECONDS.name}")

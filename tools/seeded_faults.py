@@ -176,7 +176,7 @@ def check_baseline(faults: Sequence[Fault], checkout: Path) -> None:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.argument("names", nargs=-1)
 @click.option("--baseline", is_flag=True, help="Run all listed tests without a fault instead.")
-@click.option("--draws", default=0, help="Run only drawn cases, with so many seeds.")
+@click.option("--draws", default=0, help="Number of seeds. Run only the cases that they draw.")
 @click.option("--jobs", default=1, show_default=True, help="Number of processes.")
 def main(names: tuple[str, ...], baseline: bool, draws: int, jobs: int) -> None:
     faults = read_faults()
