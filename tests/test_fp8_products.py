@@ -359,6 +359,23 @@ def test_residual_of_many_tiles(kernel, device, gate, size):
 
 
 @pytest.mark.sanitize
+def test_leading_dimensions_that_cannot_be_merged(kernel, device):
+    """Also if the last one is the smallest."""
+    for rows in [(4, 3, 2), (3, 3, 3), (2, 3, 4), (2, 5, 3, 2)]:
+        shape = *rows, 136
+        for layout in ("contiguous", "transposed"):
+            options = {"dtype": torch.bfloat16, "device": device, "layout": layout}
+            arguments = residual_arguments(shape, 400, True, "none", **options)
+            check_residual(kernel, arguments)
+            gate = normal(rows[0], 1, *shape[2:], dtype=torch.bfloat16, device=device)
+            check_residual(kernel, {**arguments, "gate": gate})
+        arguments = gelu_arguments(rows, 136, 400, True, device=device)
+        expected = check_gelu(kernel, arguments)
+        out = tuple(LAYOUTS["transposed"](torch.full_like(t, math.nan)) for t in expected)
+        check_out(kernel.linear_gelu_fp8, arguments, out, expected)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("out_features", [136, 1301])
 @pytest.mark.parametrize("is_blocked", [False, True])

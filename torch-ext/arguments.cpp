@@ -386,13 +386,16 @@ void RowLaunch::merge() {
   }
 }
 
-// Moves the kMaxRowDims largest dimensions to the front. Both parts keep their order.
-void RowLaunch::sort() {
+// Moves kMaxRowDims dimensions to the front, in their order: the largest, or the last and the largest other.
+void RowLaunch::sort(bool keeps_last) {
   const size_t dims = leading_.size();
   if (dims <= kMaxRowDims) return;
   size_t order[Sizes::kCapacity];
   std::iota(order, order + dims, size_t{0});
-  std::stable_sort(order, order + dims, [&](size_t a, size_t b) { return leading_[a] > leading_[b]; });
+  const auto size_of = [&](size_t dim) {
+    return keeps_last && dim == dims - 1 ? INT64_MAX : leading_[dim];
+  };
+  std::stable_sort(order, order + dims, [&](size_t a, size_t b) { return size_of(a) > size_of(b); });
   std::sort(order, order + kMaxRowDims);
   const auto reorder = [&](auto& values, const auto& from) {
     for (size_t dim = 0; dim < dims; ++dim) values[dim] = from[order[dim]];

@@ -184,10 +184,11 @@ class RowLaunch {
       add(elements.operand, *elements.tensor, 0, static_cast<size_t>(elements.tensor->dim()));
   }
 
+  // keeps_last: whether consecutive rows of a launch are those of the last dimension.
   template <typename Launch>
-  void run(RowShape& shape, const Launch& launch) {
+  void run(RowShape& shape, const Launch& launch, bool keeps_last = false) {
     merge();
-    sort();
+    sort(keeps_last);
     run_dims(leading_.size(), shape, launch);
   }
 
@@ -205,7 +206,7 @@ class RowLaunch {
   void add(RowOperand& operand, const OptionalTensor& tensor, int64_t offset);
   void add(RowOperand& operand, const OwnedTensor& tensor, int64_t offset);
   void merge();
-  void sort();
+  void sort(bool keeps_last);
   int64_t rows(size_t dims) const;
   void write(size_t dims, RowShape& shape) const;
   void advance(size_t dim, int64_t steps);

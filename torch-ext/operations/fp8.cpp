@@ -250,7 +250,7 @@ class LinearFp8Call {
     RowLaunch rows(check_.shape(), RowBinding{of_x, x_}, RowBinding{of_x_scale, x_scale_},
                    RowBinding{of_out, out}, others...);
     const DeviceStream device(x_);
-    rows.run(shape, [&] {
+    const auto launch_rows = [&] {
       for (int64_t i = 0; i < (shape.ndim > 1 ? shape.sizes[0] : 1); ++i) {
         const RowsAt at{shape, i};
         params_.rows = at.rows();
@@ -260,7 +260,9 @@ class LinearFp8Call {
         params_.weights[0].out_stride = at.stride(of_out);
         launch(at, device.stream());
       }
-    });
+    };
+    // The products read contiguous rows of x.
+    rows.run(shape, launch_rows, true);
   }
 
   const Tensor &x_, &x_scale_;

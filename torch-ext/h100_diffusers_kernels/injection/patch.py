@@ -337,9 +337,14 @@ _stand_ins: weakref.WeakKeyDictionary[Any, StandIn] = weakref.WeakKeyDictionary(
 
 @functools.cache
 def _function_of(cls: Any, own_forward: Any) -> Callable:
-    """``cls.run`` with the signature, name and docstring of a class's forward."""
+    """``cls.run`` with the signature, name and docstring of a class's forward.
+
+    Each forward has its own code object and name, by which torch.compile limits recompiles and finds dynamic
+    sizes.
+    """
     run: Any = cls.run
-    function: Any = FunctionType(run.__code__, run.__globals__, own_forward.__name__)
+    code = run.__code__.replace(co_name=f"{own_forward.__module__}.{own_forward.__qualname__}")
+    function: Any = FunctionType(code, run.__globals__, own_forward.__name__)
     functools.update_wrapper(function, own_forward, updated=())
     # Code that follows __wrapped__ would reach the class's own forward.
     del function.__wrapped__
