@@ -321,6 +321,8 @@ def _count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Counts an attention of tensors that the kernel does not take."""
     if is_differentiated(query, key, value):
         call.leave_attention(GRADIENT)
+    elif query.shape[0] != key.shape[0]:
+        call.fall_back(f"{OWN_ATTENTION}: its queries and keys have different batch sizes")
     else:
         call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
 
@@ -407,7 +409,7 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
     def make(mask: Tensor) -> Tensor | None:
         return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
 
-    return call.shared(f"key bias {key.shape} {key.dtype}", mask, make)
+    return call.shared(("key bias", key.shape, key.dtype), mask, make)
 
 
 def key_lengths_of(call: Call, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
@@ -557,10 +559,11 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand, key_operand = form == "per_head", None, None
-    if (
-        query.shape == key.shape
-        or key_rope is not None
-        or (per_head and (rope is None or query.shape[:2] == key.shape[:2]))
+    if query.shape == key.shape or (
+        query.shape[0] == key.shape[0]
+        and (
+            key_rope is not None or (per_head and (rope is None or query.shape[1] == key.shape[1]))
+        )
     ):
         if rope is not None and same_dtype_and_unit_stride(query, key):
             operand = rope_operand(rope, query, heads, per_head)
@@ -858,7 +861,7 @@ def forward_with_tables(
     ropes = None
     if rope is not None:
         split = partial(split_tables, first=c.shape[1], second=x.shape[1])
-        ropes = call.shared(f"tables {c.shape[1]} {x.shape[1]}", rope, split)
+        ropes = call.shared(("tables", c.shape[1], x.shape[1]), rope, split)
     text_rope, image_rope = ropes or (None, None)
     streams = project(call, self, x, c, image_rope, text_rope)[::-1]
     options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}

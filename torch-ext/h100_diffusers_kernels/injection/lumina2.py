@@ -124,7 +124,7 @@ def _attention_forward(
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
     if mask is not None:
         is_prefix = mask.dtype == torch.bool
-        mask = call.shared("mask", mask, lambda m: m.bool().view(m.shape[0], 1, 1, -1))
+        mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
         if is_prefix:
             options.update(key_lengths_of(call, mask, *key.shape[:2]))
     query, key = query.to(value.dtype), key.to(value.dtype)
