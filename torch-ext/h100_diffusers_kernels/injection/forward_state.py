@@ -35,7 +35,7 @@ class ForwardState:
         self._successors: dict[int, nn.Module] | None = None
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
-        self.shared: dict[str, tuple[Any, int, Any]] = {}
+        self.shared: dict[Any, tuple[Any, int, Any]] = {}
         self.text_length: int | None = None
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:

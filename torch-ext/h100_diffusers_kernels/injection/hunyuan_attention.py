@@ -116,7 +116,7 @@ def _attention_forward(
     options: dict[str, Any] = {}
     if mask is not None:
         if masks_text:
-            mask = call.shared(f"mask {length}", mask, partial(_mask_of_all, count=length))
+            mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
         config = context_parallel_of(call, self)
         if config is not None:
             mask = mask_of_rank(config, mask, length, c.shape[1])
@@ -128,7 +128,7 @@ def _attention_forward(
         return project_out(self, out, x), project_text_out(self, c_out, c)
     if rope is not None:
         extend = partial(_extended, count=c.shape[1])
-        rope = call.shared(f"tables {c.shape[1]}", rope, extend)
+        rope = call.shared(("tables", c.shape[1]), rope, extend)
     streams = project(call, self, concat_streams(call, x, c), None, rope, None)
     out = attend_to_all(call, self, streams, rotate, mask, **options)
     return project_out(self, out[:, :length]), out[:, length:]

@@ -57,7 +57,7 @@ def _prologue(
     if made is None:
         return None
     make = partial(_indices, first=first, length=length)
-    index = call.shared(f"indices {first} {length}", temb, make)
+    index = call.shared(("indices", first, length), temb, make)
 
     def chosen(rows: Tensor) -> ChosenRows:
         return ChosenRows(rows.squeeze(1), index)

@@ -254,12 +254,15 @@ def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
 
 def can_write_linear(layer: Any, x: Tensor) -> bool:
     """Whether ``write_linear`` takes the layer and x (B, S, D). It computes one product per sample."""
-    if (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE) or x.stride(1) != x.shape[2]:
+    if (
+        not may_write()  # first, so that torch.compile sees no size compared
+        or (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE)
+        or x.stride(1) != x.shape[2]
+    ):
         return False
     plain = plain_weight(layer)
     return (
         plain is not None
-        and may_write()
         and same_dtype_and_unit_stride(x, *plain)
         and not is_differentiated(x, *plain)
     )

@@ -125,7 +125,7 @@ def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
     def part(rope: Any) -> Any:
         return rope.part(*which) if coordinates is not None else part_of_tables(rope, *which)
 
-    return call.shared(f"rope of rank {x.shape[1]} {id(rope)}", rope, part)
+    return call.shared(("rope of rank", x.shape[1], id(rope)), rope, part)
 
 
 def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:

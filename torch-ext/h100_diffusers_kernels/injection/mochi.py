@@ -163,7 +163,7 @@ def _attention_forward(
     if not inputs_taken(x, c):
         return call.refuse(x, c)
     make = partial(_valid_first, length=x.shape[1])
-    valid = call.shared(f"valid text {x.shape[1]}", mask, make)
+    valid = call.shared(("valid text", x.shape[1]), mask, make)
     c = c.gather(1, valid.order.expand_as(c))
     tables = None if rope is None else call.shared("tables", rope, _tables)
     streams = project(call, self, x, c, tables, None)

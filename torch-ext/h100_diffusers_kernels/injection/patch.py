@@ -205,8 +205,11 @@ class Call:
         """The class's own forward."""
         return self.stand_in.own_forward(module, *args, **kwargs)
 
-    def shared(self, name: str, x: Any, make: Callable[[Any], Any]) -> Any:
-        """``make(x)``, computed once per forward of the model for all blocks that pass the same ``x``."""
+    def shared(self, name: Any, x: Any, make: Callable[[Any], Any]) -> Any:
+        """``make(x)``, computed once per forward of the model for all blocks that pass the same ``x``.
+
+        ``name``: any key. Text made from sizes would fix them in compiled code.
+        """
         if self.state is None:
             return make(x)
         # A tensor's version changes with each write; inference tensors have none.

@@ -125,7 +125,7 @@ def _attention_forward(
     # Before diffusers 0.37 the mask had no effect.
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
         make = partial(_joint_mask, image_length=x.shape[1])
-        joint_mask = call.shared(f"mask {x.shape[1]}", mask, make)
+        joint_mask = call.shared(("mask", x.shape[1]), mask, make)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)

@@ -52,7 +52,7 @@ def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> Modulator:
         samples = torch.arange(last, dtype=torch.int32, device=mask.device)
         return torch.where(mask, samples[:, None], last)
 
-    return ChosenRows(table, call.shared(f"index {last}", mask, make))
+    return ChosenRows(table, call.shared(("index", last), mask, make))
 
 
 def _tables(modulation: Tensor) -> tuple[Tensor, ...]:
@@ -150,7 +150,7 @@ def _attention_forward(
     for start, end, is_text in (*segments, target):
         operands, mask = (query[:, start:end], key[:, :end], value[:, :end]), None
         if key_valid is not None:
-            mask = call.shared(f"valid keys {end}", key_valid, partial(_mask_of, end=end))
+            mask = call.shared(("valid keys", end), key_valid, partial(_mask_of, end=end))
         if is_text:
             outs.append(_attend_in_text(self, *operands, mask, start, head_dim))
         else:
