@@ -28,12 +28,12 @@
 //   g  end_of_pass: each computing warp arrives after the last tile of the lazy softmax. The loader then
 //   reads the tiles to recompute from its list.
 //
-// Named barriers synchronize one warp group, after it has cleared rows of V. Each group waits for its own
+// A named barrier synchronizes the groups after they have cleared rows of V. Each group waits for its own
 // products between issuing and using them (wgmma_wait_group). While one group multiplies, the others compute
 // exponentials; this alternation arises without synchronization (notes/attention.md, "Claimed tiles"). With
-// 128 columns there are two groups, two stages of keys and one of queries, and the lazy softmax
-// issues the next S before O += P V, so that P V overlaps the next exponentials. Few keys stay in shared
-// memory while queries stream through (attention_resident.cuh), with the same rings.
+// 128 columns there are two groups, two stages of keys and one of queries, and the lazy softmax issues the
+// next S before O += P V, so that P V overlaps the next exponentials. Few keys stay in shared memory while
+// queries stream through (attention_resident.cuh), with the same rings.
 //
 // The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases if there are many queries and
 // keys: a separate kernel converts the values to float16, blocks claim tiles one by one, and tiles with

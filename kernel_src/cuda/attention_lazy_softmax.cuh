@@ -54,7 +54,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
                                                Accumulators<Tile>& accumulators, Probabilities& probabilities,
                                                const Recompute& recompute) {
     typename Base::PartialSums part;
-    if (follows_maximum_) follow_maximum(scores, accumulators);
+    if (follows_maximum_) Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
     exponentiate_tile(scores, is_first, part);
     // Rounding comes before the branch, so that it is interleaved with the exponentials.
     this->template round<Probability>(scores, probabilities);
@@ -67,23 +67,20 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
     this->add_to_row_sums(sum);
   }
 
-  // Whether m follows the maximum, as in OnlineSoftmax.
-  __device__ __forceinline__ bool follows_maximum() const { return follows_maximum_; }
-  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores,
-                                                 Accumulators<Tile>& accumulators) {
-    Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
-  }
-
-  // The same in two steps. Only the second accesses O and the rounded probabilities.
-  __device__ __forceinline__ void start_tile(Scores<Tile>& scores, bool is_first, float (&sum)[2]) {
+  // The same in two steps. Only the second accesses O and the rounded probabilities. factor: of O
+  __device__ __forceinline__ void start_tile(Scores<Tile>& scores, bool is_first, float (&factor)[2],
+                                             float (&sum)[2]) {
     typename Base::PartialSums part;
+    factor[0] = factor[1] = 1;
+    if (follows_maximum_) Base::raise_to_maximum(scores, static_cast<float>(exponent_), factor);
     exponentiate_tile(scores, is_first, part);
     Base::reduce_partial_sums(part, sum);
   }
   template <class Recompute>
-  __device__ __forceinline__ void finish_tile(Scores<Tile>& scores, float (&sum)[2],
+  __device__ __forceinline__ void finish_tile(Scores<Tile>& scores, const float (&factor)[2], float (&sum)[2],
                                               Accumulators<Tile>& accumulators, Probabilities& probabilities,
                                               const Recompute& recompute) {
+    if (follows_maximum_) scale_rows(accumulators, factor);
     if (!are_within(sum)) raise_reference(scores, sum, accumulators, recompute);
     this->template round<Probability>(scores, probabilities);
     this->add_to_row_sums(sum);
@@ -115,7 +112,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
       recompute(scores);
       follows_maximum_ = has_recomputed_;
       has_recomputed_ = true;
-      follow_maximum(scores, accumulators);
+      Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
       typename Base::PartialSums part;
       this->exponentiate(scores, part);
       Base::reduce_partial_sums(part, sum);
@@ -149,7 +146,8 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   }
 
   int exponent_;
-  bool has_recomputed_ = false, follows_maximum_ = false;
+  bool has_recomputed_ = false;
+  bool follows_maximum_ = false;  // whether m follows the maximum, as in OnlineSoftmax
 };
 
 }  // namespace h100_diffusers_kernels

@@ -51,20 +51,19 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
 }
 
 // Sets the rows of a value tile from `count` on to 0. Values beyond a sample's length may be NaN, which a
-// probability of 0 would not mask. All threads of a warp group call it; several groups may do so at the same
-// time.
+// probability of 0 would not mask. All computing threads call it, before any product reads the tile.
 template <class Tile>
-__device__ __forceinline__ void clear_rows(const WarpRole& role, uint32_t tile, int count) {
-  constexpr int kPieces = kBoxRowBytes / 16;
+__device__ __forceinline__ void clear_rows(uint32_t tile, int count) {
+  constexpr int kPieces = kBoxRowBytes / 16, kThreads = Tile::kGroups * kWarpGroupThreads;
   constexpr int kTilePieces = Tile::kBoxes * kTileKeys * kPieces;
 #pragma unroll 1
-  for (int piece = role.thread; piece < kTilePieces; piece += kWarpGroupThreads)
+  for (int piece = static_cast<int>(threadIdx.x) - kWarpGroupThreads; piece < kTilePieces; piece += kThreads)
     if (piece / kPieces % kTileKeys >= count)
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + static_cast<uint32_t>(piece * 16)),
                    "r"(0)
                    : "memory");
   fence_proxy_async();
-  role.sync_group();
+  bar_sync(1, kThreads);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -159,6 +159,7 @@ class ResidentCompute {
       head_.wait_full(memory_.key_ring);
       issue_first_scores();
       head_.wait_full(memory_.value_ring);
+      if (key_count < params_.args.key_length) clear_padding(key_count);
 #pragma unroll 1
       while (tile_ < end_) {
         position.row = row_tile * kWarpGroupRows;
@@ -194,10 +195,17 @@ class ResidentCompute {
     return key / kTileKeys * static_cast<int>(Memory::kTileBytes);
   }
 
+  // Clears the values of the head from key_count on, in the last key tile that is used.
+  __device__ __forceinline__ void clear_padding(int key_count) const {
+    const int count = key_count % kTileKeys;
+    if (count == 0 && key_count > 0) return;
+    const uint32_t values = memory_.values + head_.stage * Memory::kHeadBytes;
+    clear_rows<Tile>(values + bytes_before(key_count), count);
+  }
+
   // Computes a tile whose first scores have been issued, and issues the first scores of the next tile.
   __device__ __forceinline__ void compute_tile(int key_count, Outputs<Tile>& outputs) {
     using Softmax = OnlineSoftmax<Tile, kBias>;
-    const bool has_padding = key_count < params_.args.key_length;
     const uint32_t head_values = memory_.values + head_.stage * Memory::kHeadBytes;
     const uint32_t head_bias = memory_.bias + head_.stage * Memory::kBiasBytes;
     // The compile-time end saves 3% with two key tiles. With 128 columns the compiler would run out of
@@ -214,10 +222,7 @@ class ResidentCompute {
       if constexpr (kBias == KeyBias::kAdded)
         add_bias(scores_, params_.score_scale, head_bias + key * 4, role_.lane);
       if (count <= kTileKeys && role_.is_elected()) memory_.query_ring.empty(query_state_.stage).arrive();
-      if (count < kTileKeys) {
-        mask_scores(scores_, count, role_.lane);
-        if (has_padding) clear_rows<Tile>(role_, head_values + bytes_before(key), count);
-      }
+      if (count < kTileKeys) mask_scores(scores_, count, role_.lane);
       softmax.process_tile(scores_, key == 0, accumulators, probabilities);
       const MatrixDescriptor values = values_at<Tile>(head_values, memory_.ones);
       issue_outputs<Tile, Softmax>(probabilities, values_plus<Tile>(values, bytes_before(key)), key > 0,

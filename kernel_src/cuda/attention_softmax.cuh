@@ -137,15 +137,15 @@ class RowSoftmax {
     for (int row = 0; row < 2; ++row) sum[row] = Tile::kHasOnes ? 0.0f : part[row][0] + part[row][1];
   }
 
-  // Raises m where a score exceeds m + exponent, to its row's maximum - exponent, and rescales l and O.
-  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
-                                                 Accumulators<Tile>& accumulators) {
+  // Raises m where a score exceeds m + exponent, to its row's maximum - exponent, and rescales l. If m rises
+  // in a row of the warp, returns true and the factors of O.
+  __device__ __forceinline__ bool raise_to_maximum(const Scores<Tile>& scores, float exponent,
+                                                   float (&factor)[2]) {
     float maximum[2];
     find_maxima(scores, maximum);
     const bool is_within =  // false for NaN
         maximum[0] <= reference_[0] + exponent && maximum[1] <= reference_[1] + exponent;
-    if (__all_sync(~0u, is_within)) return;
-    float factor[2];
+    if (__all_sync(~0u, is_within)) return false;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float reference = maximum_of(reference_of(row_maximum(maximum[row]), exponent), reference_[row]);
@@ -153,7 +153,13 @@ class RowSoftmax {
       reference_[row] = reference;
       row_sum_[row] *= factor[row];
     }
-    scale_rows(accumulators, factor);
+    return true;
+  }
+  // The same, and rescales O.
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
+                                                 Accumulators<Tile>& accumulators) {
+    float factor[2];
+    if (raise_to_maximum(scores, exponent, factor)) scale_rows(accumulators, factor);
   }
 
   template <typename Probability>

@@ -123,7 +123,6 @@ class StreamCompute {
   template <class Softmax>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
-    const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
     Scores<Tile> scores;
@@ -139,9 +138,10 @@ class StreamCompute {
       if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
       keys_.release_earlier_values(!is_first);
       keys_.release_keys();
-      finish_scores(scores, count, has_padding);
+      finish_scores(scores, count);
       softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, key, count));
       keys_.wait_values();
+      clear_padding(count, key_count);
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
     } while (key < key_count);
@@ -154,7 +154,6 @@ class StreamCompute {
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_pipelined(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
-    const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
     Scores<Tile> scores;
@@ -165,14 +164,10 @@ class StreamCompute {
 #pragma unroll 1
     for (;;) {
       Probabilities probabilities;
-      float sum[2];
+      float factor[2], sum[2];
       keys_.release_keys();
-      finish_scores(scores, key_count - key, has_padding);
-      if (softmax.follows_maximum()) {
-        wgmma_wait_group();
-        softmax.follow_maximum(scores, accumulators);
-      }
-      softmax.start_tile(scores, key == 0, sum);
+      finish_scores(scores, key_count - key);
+      softmax.start_tile(scores, key == 0, factor, sum);
       // Waiting for the values first keeps the wait for the products after the exponentials.
       compiler_fence(scores);
       compiler_fence(sum);
@@ -180,7 +175,9 @@ class StreamCompute {
       wgmma_wait_group();
       compiler_fence(scores);
       keys_.release_earlier_values(key > 0);
-      softmax.finish_tile(scores, sum, accumulators, probabilities, recompute_of(tile, key, key_count - key));
+      softmax.finish_tile(scores, factor, sum, accumulators, probabilities,
+                          recompute_of(tile, key, key_count - key));
+      clear_padding(key_count - key, key_count);
       const MatrixDescriptor values = keys_.values();
       key += kTileKeys;
       if (key >= key_count) {
@@ -210,14 +207,15 @@ class StreamCompute {
 
   // Masks the scores of a tile, of which the first `count` keys count. After the last tile releases the
   // queries.
-  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count, bool has_padding) const {
+  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count) const {
     if (count > kTileKeys) return;
     release_query();
     if (count < kTileKeys) mask_scores(scores, count, role_.lane);
-    if (count < kTileKeys && has_padding) {
-      keys_.wait_values();
-      clear_rows<Tile>(role_, keys_.values().address(), count);
-    }
+  }
+  // Clears the values of a tile from the sample's last key on. They have arrived.
+  __device__ __forceinline__ void clear_padding(int count, int key_count) const {
+    if (count < kTileKeys && key_count < params_.args.key_length)
+      clear_rows<Tile>(keys_.values().address(), count);
   }
 
   // The last products of values have been issued.

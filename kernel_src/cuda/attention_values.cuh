@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kValueThreads)
   griddepcontrol_launch_dependents();
   const int piece = static_cast<int>(blockIdx.y * kValueThreads + threadIdx.x);
   const int head = static_cast<int>(params.head_pieces.divide(static_cast<uint32_t>(piece)));
-  const int batch = static_cast<int>(blockIdx.z), first = static_cast<int>(blockIdx.x) * kValueTokens;
+  const int first = static_cast<int>(blockIdx.x) * kValueTokens;
+  const int64_t batch = blockIdx.z;
   const int column = piece * 8 - head * params.head_dim;
   if (piece == 0 && first == 0 && batch == 0) *params.claimed_tiles = 0;
   if (head >= params.key_heads) return;

@@ -292,14 +292,16 @@ inline int product_clusters(const char* operation, Stream stream) {
   return multiprocessor_count(operation, stream.device) / kProductClusterBlocks;
 }
 
-// Returns a number that grows with the time of tiles of this many columns: the columns that each cluster
-// computes in turn.
-inline int64_t product_cost(const LinearFp8Params& args, int columns, int clusters) {
+// Returns the cycles that tiles of 128 or 192 columns take: those that each cluster computes in turn, with so
+// many cycles a stage and at the end of a tile (notes/fp8.md).
+inline int64_t product_cycles(const LinearFp8Params& args, int columns, int clusters) {
+  const int64_t stage = columns == 128 ? 565 : 807, end = columns == 128 ? 1800 : 2700;
   int64_t column_tiles = 0;
   for (int i = 0; i < args.weight_count; ++i)
     column_tiles += ceil_divide(args.weights[i].out_features, columns);
   const int64_t row_pairs = ceil_divide(args.rows, kProductClusterBlocks * kProductTileRows);
-  return ceil_divide(row_pairs * column_tiles, clusters) * columns;
+  const int64_t stages = ceil_divide(args.in_features, kProductDepth);
+  return ceil_divide(row_pairs * column_tiles, clusters) * (stages * stage + end);
 }
 
 template <int kColumns, class Output, bool kIsBlocked>
@@ -341,11 +343,11 @@ void launch_product(const char* operation, const LinearFp8Params& args, Stream s
       stream, M::kBytes);
 }
 
-// With tiles of 128 or 192 columns, by their cost, and an output of 16-bit values.
+// With tiles of 128 or 192 columns, by their cycles, and an output of 16-bit values.
 template <template <typename> class Output>
 void launch_16_bit_product(const char* operation, const LinearFp8Params& args, Stream stream) {
   const int clusters = product_clusters(operation, stream);
-  const bool is_wide = product_cost(args, 192, clusters) <= product_cost(args, 128, clusters);
+  const bool is_wide = product_cycles(args, 192, clusters) <= product_cycles(args, 128, clusters);
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     if constexpr (sizeof(T) == 2) {
       const auto launch_columns = [&](auto columns) {
