@@ -392,9 +392,7 @@ void RowLaunch::sort(bool keeps_last) {
   if (dims <= kMaxRowDims) return;
   size_t order[Sizes::kCapacity];
   std::iota(order, order + dims, size_t{0});
-  const auto size_of = [&](size_t dim) {
-    return keeps_last && dim == dims - 1 ? INT64_MAX : leading_[dim];
-  };
+  const auto size_of = [&](size_t dim) { return keeps_last && dim == dims - 1 ? INT64_MAX : leading_[dim]; };
   std::stable_sort(order, order + dims, [&](size_t a, size_t b) { return size_of(a) > size_of(b); });
   std::sort(order, order + kMaxRowDims);
   const auto reorder = [&](auto& values, const auto& from) {
