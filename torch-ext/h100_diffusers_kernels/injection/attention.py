@@ -34,6 +34,7 @@ from .attention_backend import (
     is_native,
     key_bias_of,
     run_own_in_parallel,
+    keys_of,
     sdpa_of_tokens,
     sdpa_with_bias,
 )
@@ -95,6 +96,7 @@ class AttentionSpec(PatchSpec):
     splits_masks: bool = True
 
     def __post_init__(self) -> None:
+    is_attention = True
         library = self.processor.partition(":")[0]
         names = [*self.rotate.split(), *self.project.split()]
         functions = [name if ":" in name else f"{library}:{name}" for name in names]
@@ -389,9 +391,7 @@ def _bias_of_keys(
         return valid.to(torch.float32).log_()
     if expand_mask is not None and mask.dtype == torch.bool:
         mask, expand_mask = expand_mask(mask), None
-    # Only the shape, dtype and device of the keys are read.
-    keys = key.new_empty((key.shape[0], mask.shape[-1], 0))
-    found = _key_bias(call, mask, keys, expand_mask is not None)
+    found = _key_bias(call, mask, keys_of(mask, key), expand_mask is not None)
     if found is None:
         raise ValueError(
             "context parallelism: a mask that differs between queries or heads cannot be split between "
@@ -412,14 +412,19 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
     return call.shared(("key bias", key.shape, key.dtype), mask, make)
 
 
-def key_lengths_of(call: Call, mask: Tensor, batch: int, keys: int) -> dict[str, Tensor]:
-    """The argument ``key_lengths`` of ``attend``, if the model's mask (B, 1, 1, Sk) of booleans has the valid
-    keys before the padding. Blocks share it. Outside of the model's forward the mask may be any."""
-    if (
-        (call.state is None and not torch.compiler.is_compiling())
-        or mask.dtype != torch.bool
-        or mask.shape != (batch, 1, 1, keys)
-    ):
+def is_known_mask(call: Call, mask: Tensor) -> bool:
+    """Whether an attention's mask is its block's ``ForwardState.block_mask``. Users' code may have made or
+    changed any other."""
+    state = call.state
+    return state is not None and state.has_known_masks and mask is state.block_mask
+
+
+def key_lengths_of(
+    call: Call, is_prefix: bool, mask: Tensor, batch: int, keys: int
+) -> dict[str, Tensor]:
+    """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, if it is surely a
+    prefix: the valid keys come before the padding. Blocks share it."""
+    if not is_prefix or mask.dtype != torch.bool or mask.shape != (batch, 1, 1, keys):
         return {}
     return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}
 

@@ -57,7 +57,7 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
     batch, keys = key.shape[:2]
-    if mask.shape[0] not in (1, batch) or mask.shape[3] != keys or 0 in mask.shape:
+    if mask.shape[0] not in (1, batch) or mask.shape[3] not in (1, keys) or 0 in mask.shape:
         return None
     if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
         return None
@@ -65,6 +65,12 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool:
         return mask.to(torch.float32).log_()  # 0 for True, -inf for False
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
+
+
+def keys_of(mask: Tensor, key: Tensor) -> Tensor:
+    """Keys for ``key_bias_of`` a mask that may be of another number of keys, which is refused later."""
+    count = mask.shape[-1:].numel()
+    return key if count == 1 else key.new_empty((key.shape[0], count, 0))
 
 
 def sdpa_of_tokens(
@@ -168,8 +174,8 @@ def dispatched(
 ) -> Any:
     """The backend: query, key and value are (B, S, H, d)."""
     mask = attn_mask
-    if mask is not None and mask.dim() == 2:
-        mask = mask[:, None, None]
+    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
     config = config_of(_parallel_config)
     reason = None
     if is_causal or dropout_p != 0.0:
@@ -178,8 +184,7 @@ def dispatched(
         reason = f"its scale is {scale}"
     bias = None
     if mask is not None and reason is None:
-        keys = key.new_empty((key.shape[0], mask.shape[-1], 0))
-        bias = key_bias_of(mask, keys)
+        bias = key_bias_of(mask, key if config is None else keys_of(mask, key))
         if bias is None:
             reason = "its mask differs between queries or heads"
     if config is not None and (reason is not None or return_lse):

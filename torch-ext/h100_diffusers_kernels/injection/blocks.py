@@ -186,7 +186,7 @@ def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
         return None
     call.is_bare = is_bare(call.stand_in.spec, block)
     if not call.is_bare:
-        state.shared.clear()  # hooks may have written to what it was made from
+        state.distrust()  # hooks may have changed masks, or written to what was shared
     return state.take_over(block, arguments)
 
 

@@ -36,7 +36,6 @@ from .blocks import (
     finish,
     two_stream_block,
 )
-from .checks import has_hooks
 from .embeddings import TIMESTEPS, axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
@@ -92,7 +91,7 @@ def _double_block_forward(
     if call.state is not None:
         call.state.text_length = c.shape[1]
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    more["attention_mask"] = _product(call, self._modules["attn"], attention_mask)
+    more["attention_mask"] = _product(call, attention_mask)
     return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
 
 
@@ -114,7 +113,7 @@ def _single_block_forward(
     attention_out = modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,
-        attention_mask=_product(call, modules["attn"], attention_mask),
+        attention_mask=_product(call, attention_mask),
         **(joint_attention_kwargs or {}),
     )
     out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
@@ -122,16 +121,14 @@ def _single_block_forward(
     return clip_to_float16(x)
 
 
-def _product(call: Call, attention: Any, mask: Tensor | None) -> Tensor | None:
-    """The mask (B, 1, S, S) that an attention is given, from that of the tokens (B, S).
-
-    Each block of the model computes its own. Blocks share it unless a hook may write to it.
-    """
+def _product(call: Call, mask: Tensor | None) -> Tensor | None:
+    """The mask (B, 1, S, S) that an attention is given, from that of the tokens (B, S). Blocks share it."""
     if mask is None:
         return None
-    if has_hooks(attention):
-        return _product_of_tokens(mask)
-    return call.shared("product", mask, _product_of_tokens)
+    product: Tensor = call.shared("product", mask, _product_of_tokens)
+    if call.state is not None:
+        call.state.block_mask = product
+    return product
 
 
 def _product_of_tokens(mask: Tensor) -> Tensor:
@@ -139,11 +136,12 @@ def _product_of_tokens(mask: Tensor) -> Tensor:
 
 
 def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
-    """Equivalents of such a product for ``attend``. Outside of the model's forward the mask may be any."""
-    count = None if call.state is None else call.state.text_length
-    shape = (x.shape[0], 1, mask.shape[-1], mask.shape[-1])
+    """Equivalents of such a product for ``attend``. Any other mask comes from users' code."""
+    state = call.state
+    is_product = state is not None and mask is state.block_mask and mask.shape[0] == x.shape[0]
     is_taken = mask.dtype in (x.dtype, torch.bool) and not is_differentiated(mask)
-    if count is None or mask.shape != shape or not is_taken:
+    count = state.text_length if is_product and is_taken else None
+    if count is None:
         return {}
     return call.shared("equivalents", mask, partial(_read_product, text_length=count))
 

@@ -27,21 +27,35 @@ class ForwardState:
     Attributes:
         shared: the values of ``Call.shared``.
         text_length: the number of tokens of the text, if a block has set it.
+        block_mask: a mask of known form that the current block gives its attention.
+        has_known_masks: False once hooks may have seen masks.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
         self._model = model
         self._block_lists = block_lists
-        self._successors: dict[int, nn.Module] | None = None
+        self._successors: dict[int, Any] | None = None
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
         self.shared: dict[Any, tuple[Any, int, Any]] = {}
         self.text_length: int | None = None
+        self.block_mask: Any = None
+        self.has_known_masks = True
+
+    def distrust(self) -> None:
+        """Called where hooks may change or write to what blocks share."""
+        self.shared.clear()
+        self.has_known_masks = False
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""
         if not self._may_hand_over:
             return None
+        successor = self._read_lists().get(id(block))
+        return successor if successor is not None and is_bare(spec, successor) else None
+
+    def _read_lists(self) -> dict[int, Any]:
+        """The block after each block, or None."""
         if self._successors is None:
             self._successors = {}
             for path in self._block_lists:
@@ -50,9 +64,13 @@ class ForwardState:
                     blocks = None if blocks is None else blocks._modules.get(name)
                 if type(blocks) is nn.ModuleList:
                     each: list[Any] = list(blocks._modules.values())
-                    self._successors.update({id(a): b for a, b in zip(each, each[1:])})
-        successor = self._successors.get(id(block))
-        return successor if successor is not None and is_bare(spec, successor) else None
+                    self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
+        return self._successors
+
+    def set_mask(self, block: nn.Module, mask: Any) -> None:
+        """Called by a block whose mask has a form that the model's own code ensures, if the model calls the
+        block itself."""
+        self.block_mask = mask if id(block) in self._read_lists() else None
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Stores values for a block, computed from these arguments of its next call."""

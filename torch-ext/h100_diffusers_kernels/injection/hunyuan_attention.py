@@ -26,6 +26,7 @@ from .attention import (
     concat_streams,
     context_parallel_of,
     inputs_taken,
+    is_known_mask,
     key_lengths_of,
     project,
     project_out,
@@ -45,7 +46,9 @@ from .linears import linear_and_gelu, linear_of_concat
 from .patch import Call
 
 
-def _attend(block: Any, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
+def _attend(block: Any, call: Call, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
+    if call.state is not None:
+        call.state.set_mask(block, mask)
     streams = {"hidden_states": x, "encoder_hidden_states": c}
     return block._modules["attn"](**streams, attention_mask=mask, image_rotary_emb=rope)
 
@@ -62,7 +65,7 @@ def double_block(
 ) -> tuple[Tensor, Tensor]:
     """A block of image x and text c. ``makers`` and ``conditions`` as in ``begin``."""
     normalized, rows = zip(*begin(call, block, makers, (x, c), conditions))
-    outs = _attend(block, normalized[0][0], normalized[1][0], mask, rope)
+    outs = _attend(block, call, normalized[0][0], normalized[1][0], mask, rope)
     branches = feed_forwards(call, block, FEED_FORWARDS, (x, c), outs, rows)
     return finish(call, block, makers, branches, conditions)  # type: ignore[return-value]
 
@@ -82,7 +85,7 @@ def single_block(
     proj_out = modules["proj_out"]
     x, ((n,), (_, _, gate)) = begin_joint(call, block, makers[0], x, c, conditions)
     mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], n, proj_out)
-    outs = _attend(block, n[:, :length], n[:, length:], mask, rope)
+    outs = _attend(block, call, n[:, :length], n[:, length:], mask, rope)
     out = linear_of_concat(call, proj_out, concat_streams(call, *outs), mlp_out)
 
     def as_returned(results: Any) -> tuple[Tensor, Tensor]:
@@ -115,13 +118,14 @@ def _attention_forward(
     length, mask = x.shape[1], attention_mask
     options: dict[str, Any] = {}
     if mask is not None:
+        is_prefix = is_prefix and is_known_mask(call, mask)
         if masks_text:
             mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
         config = context_parallel_of(call, self)
         if config is not None:
             mask = mask_of_rank(config, mask, length, c.shape[1])
-        elif is_prefix:
-            options = key_lengths_of(call, mask, x.shape[0], length + c.shape[1])
+        else:
+            options = key_lengths_of(call, is_prefix, mask, x.shape[0], length + c.shape[1])
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)

@@ -8,8 +8,8 @@ A block normalizes the input and the output of attention and feed-forward,
 with an RMS norm of each head's query and key, a rotary embedding of both, several query heads for each key
 head, and ff = linear_2(silu(linear_1(x)) * linear_3(x)). Blocks of the text have no modulation.
 
-The model reads the text's mask as a number of tokens. The mask of all tokens, which it makes itself for
-prompts of different lengths, has the valid tokens first.
+The text's mask may be any. The mask of all tokens, which the model makes itself for prompts of different
+lengths, has the valid tokens first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..conditions import kernels_take
@@ -27,6 +26,7 @@ from .attention import (
     gated_feed_forward_weights,
     image_weights,
     inputs_taken,
+    is_known_mask,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -77,6 +77,8 @@ def _block_forward(
         return call.refuse(x, temb)
     (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
     gate, scale_mlp, gate_mlp = rows[-3:] or (None,) * 3
+    if rows and call.state is not None:  # blocks of the text have the user's mask
+        call.state.set_mask(self, attention_mask)
     out = modules["attn"](
         hidden_states=normalized,
         encoder_hidden_states=normalized,
@@ -123,10 +125,9 @@ def _attention_forward(
     )
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
     if mask is not None:
-        is_prefix = mask.dtype == torch.bool
+        is_prefix = is_known_mask(call, mask)
         mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
-        if is_prefix:
-            options.update(key_lengths_of(call, mask, *key.shape[:2]))
+        options.update(key_lengths_of(call, is_prefix, mask, *key.shape[:2]))
     query, key = query.to(value.dtype), key.to(value.dtype)
     return project_out(self, attend(call, self, query, key, value, mask, **options))
 

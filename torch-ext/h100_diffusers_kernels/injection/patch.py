@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, Callable, SupportsIndex
+from typing import Any, Callable, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ class PatchSpec:
     """
 
     path: str
+        is_attention: whether it is given masks that its blocks share.
     forward: Callable
     operations: str
     functions: tuple[Any, ...] = ()
@@ -71,6 +72,7 @@ class PatchSpec:
 
     def __post_init__(self) -> None:
         known = KnownClass(self.path, *self.functions, parameters=self.forward_parameters())
+    is_attention: ClassVar[bool] = False
         object.__setattr__(self, "known", known)
 
     def forward_parameters(self) -> str | None:
@@ -280,7 +282,8 @@ class StandIn:
         if spec.left_to_compiler and torch.compiler.is_compiling():
             return spec.run_own(self, own, module, args, kwargs)
         is_traced, reason = torch.compiler.is_dynamo_compiling(), None
-        call = Call(self, None if is_traced else injection.local.state)
+        state = None if is_traced else injection.local.state
+        call = Call(self, state)
         if not is_traced and (
             any(GLOBAL_HOOKS)
             or _function_modes()
@@ -292,12 +295,12 @@ class StandIn:
         reason = reason or replaced_function(self.functions)
         if reason is None and spec.condition is not None:
             reason = spec.condition(module)
-        if reason is not None:
-            call.fall_back(reason)
-            if call.state is not None:
-                call.state.shared.clear()  # its parts may write to what it was made from
-            return spec.run_own(self, own, module, args, kwargs)
-        result = spec.forward(module, call, *args, **kwargs)
+        if state is not None and spec.is_attention and not is_bare(spec, module):
+            state.distrust()  # hooks may write to the masks that it is given
+            call.state = None
+        result = call.decline(reason)
+        if reason is None:
+            result = spec.forward(module, call, *args, **kwargs)
         if result is NotImplemented:
             return spec.run_own(self, own, module, args, kwargs)
         if call.is_counted and not is_traced:
@@ -306,6 +309,9 @@ class StandIn:
 
     def taken_out(self) -> None:
         """Called after the class's forward has been restored."""
+            if state is not None:
+                state.shared.clear()  # its parts may write to what it was made from
+                state.has_known_masks = state.has_known_masks and is_bare(spec, module)
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """The stand-in of the module's copy, if the module is being copied."""

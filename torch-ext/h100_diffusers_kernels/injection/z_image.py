@@ -28,6 +28,7 @@ from .attention import (
     context_parallel_of,
     gated_feed_forward_weights,
     inputs_taken,
+    is_known_mask,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -43,6 +44,7 @@ from .blocks import (
     may_run_ahead,
     norm_prologue,
 )
+from .checks import KnownFunction
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two
 from .norms import residual_norm
@@ -50,6 +52,11 @@ from .patch import Call, PatchSpec
 
 _MODEL = "diffusers.models.transformers.transformer_z_image"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
+_CLASS = f"{_MODEL}:ZImageTransformer2DModel"
+_MASK_MAKERS = (
+    KnownFunction(f"{_CLASS}._prepare_sequence"),
+    KnownFunction(f"{_CLASS}._build_unified_sequence"),
+)
 
 
 _weights_for = partial(attention_weights, "attention", QUERY_KEY_VALUE)
@@ -93,6 +100,8 @@ def _run(
     modules = self._modules
     (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
     _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
+    if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
+        call.state.set_mask(self, mask)
     out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
     modulation = (scale_mlp, None) if rows else ()
     branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
@@ -101,6 +110,15 @@ def _run(
     out = modules["feed_forward"](normalized)
     end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
     return finish(call, self, _PROLOGUES, (end,), conditions, **how)[0]
+
+
+def _makes_masks(model: Any) -> bool:
+    """Whether the model's own code makes its masks, with valid tokens first: users replace its methods."""
+    for known in _MASK_MAKERS:
+        method = getattr(model, known.name, known)  # an older diffusers has none
+        if method is not known and getattr(method, "__func__", None) is not known.function:
+            return False
+    return True
 
 
 def _block_forward(
@@ -160,9 +178,10 @@ def _attention_forward(
     query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if mask is not None:
+        is_prefix = is_known_mask(call, mask)
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
-        options.update(key_lengths_of(call, mask, *key.shape[:2]))
+        options.update(key_lengths_of(call, is_prefix, mask, *key.shape[:2]))
     return project_out(self, attend(call, self, query, key, value, mask, **options))
 
 
@@ -223,7 +242,7 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
 _REFINERS = ("noise_refiner", "context_refiner", "siglip_refiner")
 _CONTROL_LISTS = ("control_layers", "control_noise_refiner")
 _SPECS = (
-    model_spec(f"{_MODEL}:ZImageTransformer2DModel", *_REFINERS, "layers"),
+    model_spec(_CLASS, *_REFINERS, "layers"),
     model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
     *_of(_MODEL),
     *_of(_CONTROLNET),
