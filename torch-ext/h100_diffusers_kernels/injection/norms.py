@@ -191,6 +191,19 @@ def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[
     return [None if m is None else m.table for m in modulators], {"index": index}
 
 
+def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
+    """x of one sample for each sample of the others, modulators or tensors. The operations broadcast only
+    modulators."""
+    for other in others:
+        if type(other) is ChosenRows:
+            other = other.indices.unsqueeze(-1)
+        elif type(other) is tuple:
+            other = other[1]
+        if other is not None and len(other.shape) == len(x.shape) and other.shape[0] != 1:
+            return x.expand(other.shape[0], *x.shape[1:])
+    return x
+
+
 def modulator_sum(modulator: Modulator) -> Any:
     if type(modulator) is ChosenRows:
         return modulator.table[modulator.indices]
@@ -217,6 +230,8 @@ def norm_modulate(
     layers that take the results, if these may be ``QuantizedRows``."""
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    if x.shape[0] == 1:
+        x = _for_samples_of(x, *modulation)
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
@@ -281,6 +296,8 @@ def residual_norm(
     parts: dict[str, Any] = {}
     if type(x) is not Tensor:
         x = waited(x)
+    if residual.shape[0] == 1:
+        residual = _for_samples_of(residual, x, gate, *modulation)
     if type(x) is Fp8Product:
         x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
         if is_sum:
@@ -339,6 +356,8 @@ def gated_residual(
     parts: dict[str, Any] = {}
     if type(x) is not Tensor:
         x = waited(x)
+    if residual.shape[0] == 1:
+        residual = _for_samples_of(residual, x, gate)
     if type(x) is Fp8Product:
         x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
         if is_sum:
