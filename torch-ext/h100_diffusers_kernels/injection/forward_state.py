@@ -27,8 +27,7 @@ class ForwardState:
     Attributes:
         shared: the values of ``Call.shared``.
         text_length: the number of tokens of the text, if a block has set it.
-        block_mask: a mask of known form that the current block gives its attention.
-        has_known_masks: False once hooks may have seen masks.
+        block_mask: the mask of known form that the current block gives its attention.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
@@ -40,12 +39,16 @@ class ForwardState:
         self.shared: dict[Any, tuple[Any, int, Any]] = {}
         self.text_length: int | None = None
         self.block_mask: Any = None
-        self.has_known_masks = True
+        self._has_known_masks = True
 
     def distrust(self) -> None:
         """Called where hooks may change or write to what blocks share."""
         self.shared.clear()
-        self.has_known_masks = False
+        self._has_known_masks = False
+
+    def is_known_mask(self, mask: Any) -> bool:
+        """Whether it is the current block's mask, and no hooks have seen masks."""
+        return self._has_known_masks and mask is self.block_mask
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""

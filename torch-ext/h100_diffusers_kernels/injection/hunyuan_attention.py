@@ -26,7 +26,6 @@ from .attention import (
     concat_streams,
     context_parallel_of,
     inputs_taken,
-    is_known_mask,
     key_lengths_of,
     project,
     project_out,
@@ -118,14 +117,14 @@ def _attention_forward(
     length, mask = x.shape[1], attention_mask
     options: dict[str, Any] = {}
     if mask is not None:
-        is_prefix = is_prefix and is_known_mask(call, mask)
         if masks_text:
             mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
         config = context_parallel_of(call, self)
         if config is not None:
             mask = mask_of_rank(config, mask, length, c.shape[1])
-        else:
-            options = key_lengths_of(call, is_prefix, mask, x.shape[0], length + c.shape[1])
+        elif is_prefix:
+            shape = x.shape[0], length + c.shape[1]
+            options = key_lengths_of(call, attention_mask, mask, *shape)
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)

@@ -26,7 +26,6 @@ from .attention import (
     gated_feed_forward_weights,
     image_weights,
     inputs_taken,
-    is_known_mask,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -125,9 +124,8 @@ def _attention_forward(
     )
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
     if mask is not None:
-        is_prefix = is_known_mask(call, mask)
         mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
-        options.update(key_lengths_of(call, is_prefix, mask, *key.shape[:2]))
+        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
     query, key = query.to(value.dtype), key.to(value.dtype)
     return project_out(self, attend(call, self, query, key, value, mask, **options))
 

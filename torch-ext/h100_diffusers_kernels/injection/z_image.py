@@ -28,7 +28,6 @@ from .attention import (
     context_parallel_of,
     gated_feed_forward_weights,
     inputs_taken,
-    is_known_mask,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -53,9 +52,8 @@ from .patch import Call, PatchSpec
 _MODEL = "diffusers.models.transformers.transformer_z_image"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
 _CLASS = f"{_MODEL}:ZImageTransformer2DModel"
-_MASK_MAKERS = (
-    KnownFunction(f"{_CLASS}._prepare_sequence"),
-    KnownFunction(f"{_CLASS}._build_unified_sequence"),
+_MASK_MAKERS = tuple(
+    KnownFunction(f"{_CLASS}.{name}") for name in ("_prepare_sequence", "_build_unified_sequence")
 )
 
 
@@ -114,11 +112,8 @@ def _run(
 
 def _makes_masks(model: Any) -> bool:
     """Whether the model's own code makes its masks, with valid tokens first: users replace its methods."""
-    for known in _MASK_MAKERS:
-        method = getattr(model, known.name, known)  # an older diffusers has none
-        if method is not known and getattr(method, "__func__", None) is not known.function:
-            return False
-    return True
+    methods = [(known, getattr(model, known.name, None)) for known in _MASK_MAKERS]
+    return all(m is None or getattr(m, "__func__", None) is known.function for known, m in methods)
 
 
 def _block_forward(
@@ -178,10 +173,9 @@ def _attention_forward(
     query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if mask is not None:
-        is_prefix = is_known_mask(call, mask)
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
-        options.update(key_lengths_of(call, is_prefix, mask, *key.shape[:2]))
+        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
     return project_out(self, attend(call, self, query, key, value, mask, **options))
 
 
