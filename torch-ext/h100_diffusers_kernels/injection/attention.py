@@ -412,18 +412,12 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
     return call.shared(("key bias", key.shape, key.dtype), mask, make)
 
 
-def is_known_mask(call: Call, mask: Tensor) -> bool:
-    """Whether an attention's mask is its block's ``ForwardState.block_mask``. Users' code may have made or
-    changed any other."""
-    state = call.state
-    return state is not None and state.has_known_masks and mask is state.block_mask
-
-
 def key_lengths_of(
-    call: Call, is_prefix: bool, mask: Tensor, batch: int, keys: int
+    call: Call, given: Tensor, mask: Tensor, batch: int, keys: int
 ) -> dict[str, Tensor]:
-    """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, if it is surely a
-    prefix: the valid keys come before the padding. Blocks share it."""
+    """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, made from the one that
+    the attention was ``given``. Only a known mask of a block surely has the valid keys before the padding."""
+    is_prefix = call.state is not None and call.state.is_known_mask(given)
     if not is_prefix or mask.dtype != torch.bool or mask.shape != (batch, 1, 1, keys):
         return {}
     return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}

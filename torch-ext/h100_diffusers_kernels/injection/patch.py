@@ -309,9 +309,6 @@ class StandIn:
 
     def taken_out(self) -> None:
         """Called after the class's forward has been restored."""
-            if state is not None:
-                state.shared.clear()  # its parts may write to what it was made from
-                state.has_known_masks = state.has_known_masks and is_bare(spec, module)
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """The stand-in of the module's copy, if the module is being copied."""
