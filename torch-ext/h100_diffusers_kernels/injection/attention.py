@@ -37,6 +37,7 @@ from .attention_backend import (
     keys_of,
     sdpa_of_tokens,
     sdpa_with_bias,
+    why_not_own_in_parallel,
 )
 from .checks import KnownFunction, class_name
 from .context_parallel import attend_in_parallel, config_of, wire_empty
@@ -122,6 +123,11 @@ class AttentionSpec(PatchSpec):
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
         return run_own_in_parallel(run, module, stand_in.injection.model(), self.splits_masks)
+
+    def why_not_own(self, stand_in: StandIn) -> str | None:
+        return why_not_own_in_parallel(
+            stand_in.module, stand_in.injection.model(), self.splits_masks
+        )
 
     def is_other(self, module: Any) -> bool:
         """Whether the module has the other processor."""

@@ -135,6 +135,19 @@ def register_attention_backend() -> str:
     return BACKEND_NAME
 
 
+def why_not_own_in_parallel(module: Any, model: Any, splits_masks: bool = True) -> str | None:
+    """Why the own code of an attention cannot run: under the model's context parallelism it would attend to
+    other tokens than this package's."""
+    processor = getattr(module, "processor", None)
+    is_split = config_of(getattr(model, "_parallel_config", None)) is not None
+    if not is_split or (splits_masks and hasattr(processor, "_parallel_config")):
+        return None
+    reason = "attends to this rank's tokens only" if splits_masks else "does not split the mask"
+    return (
+        f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
+    )
+
+
 def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bool = True) -> Any:
     """``run()``, the own code of an attention. Under context parallelism it runs on this package's attention,
     as on ranks that run the kernels.
@@ -142,14 +155,12 @@ def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bo
     Raises:
         RuntimeError: if it would attend to other tokens than these ranks do.
     """
-    processor: Any = getattr(module, "processor", None)
     if config_of(getattr(model, "_parallel_config", None)) is None:
         return run()
-    if not (splits_masks and hasattr(processor, "_parallel_config")):
-        reason = "attends to this rank's tokens only" if splits_masks else "does not split the mask"
-        raise RuntimeError(
-            f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
-        )
+    reason = why_not_own_in_parallel(module, model, splits_masks)
+    if reason is not None:
+        raise RuntimeError(reason)
+    processor: Any = module.processor
     if processor._attention_backend is not None or not is_native(processor, True):
         return run()
     names = sys.modules[DISPATCH_MODULE].AttentionBackendName

@@ -55,6 +55,7 @@ from .attention_backend import (
     is_native,
     key_bias_of,
     run_own_in_parallel,
+    why_not_own_in_parallel,
 )
 from .checks import KnownFunction, is_plain
 from .context_parallel import config_of
@@ -362,6 +363,9 @@ class ProcessorSpec(PatchSpec):
         processor = module.processor
         is_split = getattr(processor, "_parallel_config", None) is not None
         return run_own_in_parallel(run, module, stand_in.injection.model()) if is_split else run()
+
+    def why_not_own(self, stand_in: StandIn) -> str | None:
+        return why_not_own_in_parallel(stand_in.module, stand_in.injection.model())
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         return None if injection.options["attention"] else NOT_WANTED

@@ -41,7 +41,16 @@ from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloadin
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
-from .patch import UNKNOWN_FORWARD, Injection, PatchSpec, StandIn, can_patch, put_in, take_out
+from .patch import (
+    UNKNOWN_FORWARD,
+    Injection,
+    PatchSpec,
+    StandIn,
+    can_patch,
+    placed,
+    put_in,
+    take_out,
+)
 from .precision import PRECISIONS, Chosen, choose_layers, has_quantized, unmatched
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
@@ -226,9 +235,16 @@ def eject_kernels(pipe_or_model: Any) -> None:
         pipe_or_model: as for :func:`inject_kernels`.
 
     Raises:
+        RuntimeError: if a model is under context parallelism that its own code does not know. Nothing is
+            changed then.
         TypeError: if ``pipe_or_model`` is neither a module nor a pipeline.
     """
-    for name, component in _components("eject_kernels", pipe_or_model):
+    components = list(_components("eject_kernels", pipe_or_model))
+    for _, _, stand_in in placed(m for _, component in components for m in component.modules()):
+        reason = stand_in.spec.why_not_own(stand_in)
+        if reason is not None:
+            raise RuntimeError(f"eject_kernels: {reason}; load the model again instead")
+    for name, component in components:
         for module_name, module in list(component.named_modules()):
             injection = vars(module).get(_INJECTION)
             if injection is not None:

@@ -91,6 +91,10 @@ class PatchSpec:
         """Runs the class's own forward, which does not know ``QuantizedRows``."""
         return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
 
+    def why_not_own(self, stand_in: StandIn) -> str | None:
+        """Why the class's own forward cannot run, whoever calls it."""
+        return None
+
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         """Why the module gets no stand-in."""
         return None
@@ -441,15 +445,21 @@ def put_in(stand_in: StandIn) -> None:
     stand_in.injection.modules.append(weakref.ref(module))
 
 
-def take_out(modules: Iterable[nn.Module]) -> None:
-    """Replaces each module's stand-in by its class's forward, wherever it is stored."""
+def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
+    """Holder, name and stand-in of each place with a module's stand-in."""
     for module in modules:
         for holder, name, value in list(_slots(module)):
             stand_in = stand_in_of(value)
-            if stand_in is None or stand_in.module is not module:
-                continue
-            if holder is module and name == "forward" and not stand_in.had_attribute:
-                del module.forward
-            else:
-                setattr(holder, name, MethodType(type(module).forward, module))
-            stand_in.taken_out()
+            if stand_in is not None and stand_in.module is module:
+                yield holder, name, stand_in
+
+
+def take_out(modules: Iterable[nn.Module]) -> None:
+    """Replaces each module's stand-in by its class's forward, wherever it is stored."""
+    for holder, name, stand_in in placed(modules):
+        module: Any = stand_in.module
+        if holder is module and name == "forward" and not stand_in.had_attribute:
+            del module.forward
+        else:
+            setattr(holder, name, MethodType(type(module).forward, module))
+        stand_in.taken_out()
