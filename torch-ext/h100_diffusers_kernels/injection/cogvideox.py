@@ -25,6 +25,7 @@ from .attention import (
     Stream,
     attend_to_all,
     attn1_weights,
+    concat_streams,
     inputs_taken,
     project_out,
 )
@@ -161,6 +162,14 @@ def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:
     return both[:, c_n.shape[1] :], both[:, : c_n.shape[1]]
 
 
+def _by_head(module: Any, name: str | None, x: Tensor) -> Tensor:
+    """``module.name(x)``, of (B, H, S, d) as the model passes it; x if there is no such norm."""
+    norm = module._modules.get(name)
+    if norm is None:
+        return x
+    return norm(x.unflatten(2, (module.heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
 def _attention_forward(
     self: Any,
     call: Call,
@@ -175,20 +184,22 @@ def _attention_forward(
         return NotImplemented
     if not inputs_taken(x, c):
         return call.refuse(x, c)
-    notes = norm_notes(self, _QK_NORMS)
-    if notes:
-        return call.decline(notes[0])  # hooks get the norms' input of both streams, as in the model
+    notes, norms = norm_notes(self, _QK_NORMS), _QK_NORMS
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
-    if plain_weights(x.dtype, *layers):
+    if not notes and plain_weights(x.dtype, *layers):
         each: list[Any] = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
-    elif are_fp8(*layers):
+    elif not notes and are_fp8(*layers):
         each = [tuple(linears(n, *layers)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
-        joint = linears(torch.cat([c, x], dim=1), *layers)
+        joint = linears(concat_streams(call, c, x), *layers)
+        if notes:
+            call.fall_back(notes[0])
+            joint = [_by_head(self, name, y) for name, y in zip((*norms, None), joint)]
+            norms = ("", "")  # of no module
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    streams = [Stream(q, k, v, _QK_NORMS, r) for (q, k, v), r in zip(each, (None, rope))]
+    streams = [Stream(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
     out = attend_to_all(call, self, streams, rotate, dropout_p=0.0, is_causal=False)
     out = project_out(self, out)
     return out[:, length:], out[:, :length]
