@@ -33,8 +33,8 @@ from .attention_backend import (
     SDPA,
     is_native,
     key_bias_of,
-    run_own_in_parallel,
     keys_of,
+    run_own_in_parallel,
     sdpa_of_tokens,
     sdpa_with_bias,
     why_not_own_in_parallel,
@@ -95,9 +95,9 @@ class AttentionSpec(PatchSpec):
     other_parameters: str = ""
     other_call: KnownFunction | None = None
     splits_masks: bool = True
+    is_attention = True
 
     def __post_init__(self) -> None:
-    is_attention = True
         library = self.processor.partition(":")[0]
         names = [*self.rotate.split(), *self.project.split()]
         functions = [name if ":" in name else f"{library}:{name}" for name in names]

@@ -58,10 +58,10 @@ class PatchSpec:
             keyword-only, or any if it begins with ``*args``.
         condition: checked before each call; returns why the module currently runs its class's own forward.
         known: the class, its forward and these functions as their libraries define them.
+        is_attention: whether it is given masks that its blocks share.
     """
 
     path: str
-        is_attention: whether it is given masks that its blocks share.
     forward: Callable
     operations: str
     functions: tuple[Any, ...] = ()
@@ -69,10 +69,10 @@ class PatchSpec:
     parameters: str | None = None
     condition: Callable[[Any], str | None] | None = None
     known: KnownClass = field(init=False)
+    is_attention: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         known = KnownClass(self.path, *self.functions, parameters=self.forward_parameters())
-    is_attention: ClassVar[bool] = False
         object.__setattr__(self, "known", known)
 
     def forward_parameters(self) -> str | None:
@@ -306,6 +306,10 @@ class StandIn:
         if reason is None:
             result = spec.forward(module, call, *args, **kwargs)
         if result is NotImplemented:
+            if state is not None:
+                state.shared.clear()  # its parts may write to what it was made from
+                if not is_bare(spec, module):
+                    state.distrust()
             return spec.run_own(self, own, module, args, kwargs)
         if call.is_counted and not is_traced:
             self.count.on_kernels += 1
