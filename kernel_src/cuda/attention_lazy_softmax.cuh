@@ -54,7 +54,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
                                                Accumulators<Tile>& accumulators, Probabilities& probabilities,
                                                const Recompute& recompute) {
     typename Base::PartialSums part;
-    if (follows_maximum_) Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
+    if (follows_maximum_) follow_maximum(scores, Base::rescale_of(accumulators));
     exponentiate_tile(scores, is_first, part);
     // Rounding comes before the branch, so that it is interleaved with the exponentials.
     this->template round<Probability>(scores, probabilities);
@@ -72,7 +72,11 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
                                              float (&sum)[2]) {
     typename Base::PartialSums part;
     factor[0] = factor[1] = 1;
-    if (follows_maximum_) Base::raise_to_maximum(scores, static_cast<float>(exponent_), factor);
+    if (follows_maximum_)
+      follow_maximum(scores, [&factor](const float (&rescaled)[2]) {
+        factor[0] = rescaled[0];
+        factor[1] = rescaled[1];
+      });
     exponentiate_tile(scores, is_first, part);
     Base::reduce_partial_sums(part, sum);
   }
@@ -88,6 +92,11 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
 
  private:
   static constexpr float kLargestHalf = 65504;
+
+  template <class Rescale>
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, const Rescale& rescale) {
+    Base::follow_maximum(scores, static_cast<float>(exponent_), rescale);
+  }
 
   __device__ __forceinline__ void exponentiate_tile(Scores<Tile>& scores, bool is_first,
                                                     typename Base::PartialSums& part) {
@@ -112,7 +121,7 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
       recompute(scores);
       follows_maximum_ = has_recomputed_;
       has_recomputed_ = true;
-      Base::follow_maximum(scores, static_cast<float>(exponent_), accumulators);
+      follow_maximum(scores, Base::rescale_of(accumulators));
       typename Base::PartialSums part;
       this->exponentiate(scores, part);
       Base::reduce_partial_sums(part, sum);

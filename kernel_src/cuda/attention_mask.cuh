@@ -54,13 +54,13 @@ __device__ __forceinline__ void store_bias(const AttentionParams& args, int batc
 // probability of 0 would not mask. All computing threads call it, before any product reads the tile.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(uint32_t tile, int count) {
-  constexpr int kPieces = kBoxRowBytes / 16, kThreads = Tile::kGroups * kWarpGroupThreads;
-  constexpr int kTilePieces = Tile::kBoxes * kTileKeys * kPieces;
+  constexpr uint32_t kThreads = Tile::kGroups * kWarpGroupThreads, kBox = kTileKeys * kBoxRowBytes;
+  const uint32_t begin = count * kBoxRowBytes + (threadIdx.x - kWarpGroupThreads) * 16;
 #pragma unroll 1
-  for (int piece = static_cast<int>(threadIdx.x) - kWarpGroupThreads; piece < kTilePieces; piece += kThreads)
-    if (piece / kPieces % kTileKeys >= count)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + static_cast<uint32_t>(piece * 16)),
-                   "r"(0)
+  for (uint32_t piece = begin; piece < kBox; piece += kThreads * 16)
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + box * kBox + piece), "r"(0)
                    : "memory");
   fence_proxy_async();
   bar_sync(1, kThreads);

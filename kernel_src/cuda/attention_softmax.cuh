@@ -138,14 +138,16 @@ class RowSoftmax {
   }
 
   // Raises m where a score exceeds m + exponent, to its row's maximum - exponent, and rescales l. If m rises
-  // in a row of the warp, returns true and the factors of O.
-  __device__ __forceinline__ bool raise_to_maximum(const Scores<Tile>& scores, float exponent,
-                                                   float (&factor)[2]) {
+  // in a row of the warp, calls rescale(factor) with the factors of O.
+  template <class Rescale>
+  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
+                                                 const Rescale& rescale) {
     float maximum[2];
     find_maxima(scores, maximum);
     const bool is_within =  // false for NaN
         maximum[0] <= reference_[0] + exponent && maximum[1] <= reference_[1] + exponent;
-    if (__all_sync(~0u, is_within)) return false;
+    if (__all_sync(~0u, is_within)) return;
+    float factor[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const float reference = maximum_of(reference_of(row_maximum(maximum[row]), exponent), reference_[row]);
@@ -153,13 +155,11 @@ class RowSoftmax {
       reference_[row] = reference;
       row_sum_[row] *= factor[row];
     }
-    return true;
+    rescale(factor);
   }
-  // The same, and rescales O.
-  __device__ __forceinline__ void follow_maximum(const Scores<Tile>& scores, float exponent,
-                                                 Accumulators<Tile>& accumulators) {
-    float factor[2];
-    if (raise_to_maximum(scores, exponent, factor)) scale_rows(accumulators, factor);
+  // Returns a function that multiplies O by factors of its rows.
+  __device__ __forceinline__ static auto rescale_of(Accumulators<Tile>& accumulators) {
+    return [&accumulators](const float (&factor)[2]) { scale_rows(accumulators, factor); };
   }
 
   template <typename Probability>
@@ -198,7 +198,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
     if (is_first)
       this->set_reference(scores, kExponent);
     else
-      this->follow_maximum(scores, kExponent, accumulators);
+      this->follow_maximum(scores, kExponent, Base::rescale_of(accumulators));
     typename Base::PartialSums part;
     float sum[2];
     this->exponentiate(scores, part);

@@ -123,6 +123,7 @@ class StreamCompute {
   template <class Softmax>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
+    const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
     Scores<Tile> scores;
@@ -138,10 +139,9 @@ class StreamCompute {
       if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
       keys_.release_earlier_values(!is_first);
       keys_.release_keys();
-      finish_scores(scores, count);
+      finish_scores(scores, count, has_padding);
       softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, key, count));
       keys_.wait_values();
-      clear_padding(count, key_count);
       issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       key += kTileKeys;
     } while (key < key_count);
@@ -154,6 +154,7 @@ class StreamCompute {
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_pipelined(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
+    const bool has_padding = key_count < params_.args.key_length;
     int key = 0;
     Softmax softmax(params_);
     Scores<Tile> scores;
@@ -166,7 +167,7 @@ class StreamCompute {
       Probabilities probabilities;
       float factor[2], sum[2];
       keys_.release_keys();
-      finish_scores(scores, key_count - key);
+      finish_scores(scores, key_count - key, has_padding);
       softmax.start_tile(scores, key == 0, factor, sum);
       // Waiting for the values first keeps the wait for the products after the exponentials.
       compiler_fence(scores);
@@ -177,7 +178,6 @@ class StreamCompute {
       keys_.release_earlier_values(key > 0);
       softmax.finish_tile(scores, factor, sum, accumulators, probabilities,
                           recompute_of(tile, key, key_count - key));
-      clear_padding(key_count - key, key_count);
       const MatrixDescriptor values = keys_.values();
       key += kTileKeys;
       if (key >= key_count) {
@@ -207,15 +207,14 @@ class StreamCompute {
 
   // Masks the scores of a tile, of which the first `count` keys count. After the last tile releases the
   // queries.
-  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count) const {
+  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count, bool has_padding) const {
     if (count > kTileKeys) return;
     release_query();
     if (count < kTileKeys) mask_scores(scores, count, role_.lane);
-  }
-  // Clears the values of a tile from the sample's last key on. They have arrived.
-  __device__ __forceinline__ void clear_padding(int count, int key_count) const {
-    if (count < kTileKeys && key_count < params_.args.key_length)
+    if (count < kTileKeys && has_padding) {
+      keys_.wait_values();
       clear_rows<Tile>(keys_.values().address(), count);
+    }
   }
 
   // The last products of values have been issued.
