@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from ..conditions import is_differentiated, is_plain, same_dtype_and_unit_stride
 from ..functional import CoordinateRope
@@ -50,7 +51,19 @@ class CoordinateTables(Sequence):
         if self.rope is None:
             return part_of_tables(self.tables(), index, count)
         coordinates = self.rope.coordinates.tensor_split(count, dim=1)[index]
-        rope = CoordinateRope(coordinates, self.rope.frequencies)
+        return self._of(self.rope._replace(coordinates=coordinates))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The pair moved or cast, as ``Tensor.to``. accelerate moves a block's arguments so."""
+        if self.rope is not None:
+            moved = CoordinateRope(*[tensor.to(*args, **kwargs) for tensor in self.rope])
+            if moved.coordinates is self.rope.coordinates:
+                return self
+            if moved.coordinates.dtype == torch.float32:
+                return self._of(moved)
+        return tuple(table.to(*args, **kwargs) for table in self.tables())
+
+    def _of(self, rope: CoordinateRope) -> CoordinateTables:
         return CoordinateTables(rope, self._batch, self._dim, self.heads)
 
     def __len__(self) -> int:
@@ -59,12 +72,15 @@ class CoordinateTables(Sequence):
     def __getitem__(self, index: Any) -> Any:
         return self.tables()[index]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.tables())
-
     def __reduce__(self) -> tuple:
         """Copies and pickles the pair."""
         return tuple, (self.tables(),)
+
+
+# For code that maps over the tensors of a block's arguments.
+register_pytree_node(
+    CoordinateTables, lambda pair: (list(pair), None), lambda values, _: tuple(values)
+)
 
 
 def part_of_tables(tables: Sequence[Tensor], index: int, count: int) -> tuple[Tensor, ...]:
@@ -81,7 +97,8 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     """
     if type(rope) is CoordinateTables:
         if rope.rope is not None and rope.heads in (None, heads):
-            return rope.rope if rope.rope.coordinates.device == x.device else None
+            is_here = rope.rope.coordinates.device == x.device
+            return rope.rope if is_here else rope.to(x.device).rope
         rope = rope.tables()
     batch, length, size = x.shape
     head_dim = size // heads
