@@ -6,11 +6,14 @@ Each rank has the same model and inputs, and gets the whole result. The ranks co
 import contextlib
 import copy
 import functools
+import re
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import ContextParallelConfig
 from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
@@ -18,6 +21,7 @@ from diffusers.models.transformers import transformer_wan
 from torch import nn
 
 import fp8_models
+from changes import offload
 from checks import relative_distance
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, run
@@ -261,6 +265,75 @@ def test_own_code_that_would_be_wrong_raises(kernel, name, reason):
     parallelize(kernel, model, ULYSSES)
     with global_hook(True), pytest.raises(RuntimeError, match=reason):
         run(model, inputs_of(family))
+
+
+@pytest.mark.whole
+def test_kernels_stay_where_the_own_code_would_be_wrong(kernel):
+    """Nothing is ejected from a model, a part or a pipeline whose own attention would be wrong.
+
+    Here the model only claims to be parallel."""
+    claimed = SimpleNamespace(context_parallel_config=object())
+    other = FAMILIES["flux"].model("cpu")
+    report = kernel.inject_kernels(other)
+    for name in ("sd3", "cogvideox", "hunyuan_video"):
+        family, model, _ = model_of(name)
+        kernel.inject_kernels(model)
+        model._parallel_config = claimed
+        attention = family.part(model, "attention")
+        add_hook_to_module(attention, ModelHook())  # it keeps the kernels' forward elsewhere
+        pipeline = SimpleNamespace(components={"other": other, "transformer": model})
+        for target in (model, pipeline, family.part(model, "block"), attention):
+            with pytest.raises(RuntimeError, match="^eject_kernels: .* context parallelism; "):
+                kernel.eject_kernels(target)
+        for each in (model, other):
+            assert kernel.inject_kernels(each).already_injected
+        model._parallel_config = None
+        kernel.eject_kernels(model)
+        assert not kernel.inject_kernels(model).already_injected
+    # diffusers' own attention knows FLUX.1's parallelism.
+    other._parallel_config = claimed
+    kernel.eject_kernels(other)
+    assert report.replaced and not kernel.inject_kernels(other).already_injected
+
+
+@pytest.mark.whole
+@in_ranks
+def test_hooks_on_shared_norms(kernel):
+    """Those of query and key get the tokens of both streams, as in the model."""
+    check_hooks(kernel, "cogvideox", ("block", "attention", "qk_norm", "linear"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in INPUTS if name in FAMILIES])
+@in_ranks
+def test_hooks_on_every_part(kernel, name):
+    check_hooks(kernel, name)
+
+
+def check_hooks(kernel, name, kinds=None):
+    """On parts of these kinds or on each, one by one; then offloading, which hooks all innermost modules."""
+    prepare_rank()
+    family, model, plain = model_of(name)
+    kernel.inject_kernels(model)
+    parallelize(kernel, model, ULYSSES)
+    arguments = inputs_of(family, options=INPUTS[name][0])
+    paths = [path for path, _ in plain.named_modules()]
+    paths = {re.sub(r"\d+", "0", path): path for path in reversed(paths)}.values()
+    for path in paths if kinds is None else map(family.parts.get, kinds):
+        handles = [m.get_submodule(path).register_forward_hook(scaled) for m in (model, plain)]
+        assert relative_distance(run(model, arguments), run(plain, arguments)) < 1e-5, path
+        for handle in handles:
+            handle.remove()
+    expected = run(plain, arguments)
+    offload(model, "leaf_level", "cpu")
+    assert relative_distance(run(model, arguments), expected) < 2e-6
+
+
+def scaled(module, args, output):
+    """A hook that changes a result of tokens."""
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        return output * 1.25
+    return None
 
 
 # ------------------------------------------------------------------------------------------------

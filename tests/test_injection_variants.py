@@ -1,16 +1,19 @@
-"""Configurations and arguments that only FLUX.3, Cosmos, HunyuanVideo, LTX-2 or Z-Image has, and relatives of
-these."""
+"""Configurations and arguments that only FLUX.3, Cosmos, HunyuanVideo, LTX-2 or Z-Image has, relatives of
+these, and inputs of different batch sizes."""
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import adapters
 import family_hunyuan
+import fp8_models
 import small_models
-from families import FAMILIES, KERNEL_HEADS, TINY_HEADS, assert_close, prepared, run
+from families import FAMILIES, KERNEL_HEADS, TINY_HEADS, assert_close, every_family, prepared, run
 from family import seeded
 from family_ltx2 import LTX23
 from family_relatives import controlnet_of_cosmos
@@ -316,3 +319,86 @@ def test_replaced_gating(kernel, device, monkeypatch, owner, is_injected_first):
     told = fallen_back(report) if is_injected_first else reasons_of(report)
     reasons = told.get("layers.0.feed_forward", ())
     assert owner == "class" or "_forward_silu_gating was replaced" in reasons
+
+
+# ------------------------------------------------------------------------------------------------
+# Inputs of one sample beside inputs of several: plain diffusers broadcasts them
+
+
+def one_sample_of(arguments, names):
+    """The arguments, with only the first sample of those with these names."""
+
+    def first(value):
+        return value[:1] if isinstance(value, (torch.Tensor, list)) else value
+
+    return {name: first(x) if name in names else x for name, x in arguments.items()}
+
+
+def with_samples(arguments, batch):
+    """The names of the arguments with a row for each sample."""
+    return [
+        name
+        for name, x in arguments.items()
+        if isinstance(x, (torch.Tensor, list)) and len(x) == batch and getattr(x, "ndim", 1)
+    ]
+
+
+@every_family
+def test_batches_that_differ(kernel, device, family):
+    """The plain model's values wherever it has some."""
+    model, plain, arguments = prepared(family, device, batch=3, seed=4)
+    kernel.inject_kernels(model)
+    names, rng = with_samples(arguments, 3), random.Random(family.name)
+    others = [name for name in names if name != family.main]
+    each = [[family.main], others, *([name] for name in others)]
+    each += [rng.sample(names, rng.randrange(1, len(names))) for _ in range(2) if others]
+    for narrowed in each:
+        given = one_sample_of(arguments, narrowed)
+        try:
+            expected = run(plain, given)
+        except (AssertionError, IndexError, RuntimeError, ValueError):
+            continue
+        assert_close(run(model, given), expected), narrowed
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("change", [None, "hook", "lora", "fp8"])
+def test_one_latent_for_several_embeddings(kernel, device, change):
+    """It runs on the kernels; the first block hands over to the second."""
+    family = FAMILIES["flux"]
+    dtype = BFLOAT16 if change == "fp8" else FLOAT32
+    plain = family.model(device, dtype, **heads_of(dtype))
+    if change == "hook":
+        family.part(plain, "norm2").register_forward_hook(halve_some)
+    elif change == "lora":
+        adapters.add_lora(family, plain)
+    elif change == "fp8":
+        pytest.importorskip("torchao")
+        for path in family.block_lists:
+            fp8_models.quantize(plain.get_submodule(path))
+    model = copy.deepcopy(plain)
+    plain = fp8_models.eager(plain) if change == "fp8" else plain
+    report = kernel.inject_kernels(model)
+    arguments = family.inputs(device, dtype, batch=3, seed=4)
+    for narrowed in (["hidden_states"], ["hidden_states", "encoder_hidden_states"]):
+        given = one_sample_of(arguments, narrowed)
+        assert_close(run(model, given), run(plain, given), 0.05 if change == "fp8" else 1e-5)
+        if change is None:
+            assert kernel_calls(run, model, given) == kernel_calls(run, model, arguments)
+    assert change == "hook" or fallen_back(report) == {}
+
+
+@pytest.mark.whole
+def test_rows_of_more_samples(kernel, device):
+    """A gate without a norm, rows that tokens choose, and a query of one sample for keys of several."""
+    for name, narrowed in (
+        ("hunyuan_video", ["hidden_states", "encoder_hidden_states", "encoder_attention_mask"]),
+        ("qwenimage21", ["hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask"]),
+        ("cosmos", ["hidden_states", "timestep"]),
+        ("wan", ["encoder_hidden_states"]),
+    ):
+        options = {"has_condition": True, "mask": "padded"} if name == "qwenimage21" else {}
+        model, plain, arguments = prepared(FAMILIES[name], device, batch=3, seed=4, **options)
+        kernel.inject_kernels(model)
+        given = one_sample_of(arguments, narrowed)
+        assert_close(run(model, given), run(plain, given))
