@@ -792,7 +792,7 @@ def test_graphs_hold_no_replaced_weights(pair):
 
 def test_options_are_checked(kernel, device):
     model = LTX.model(device)
-    with pytest.raises(TypeError, match="cuda_graphs must be True or False, got a int"):
+    with pytest.raises(TypeError, match="cuda_graphs must be True or False, got an int"):
         kernel.inject_kernels(model, cuda_graphs=1)
     with pytest.raises(TypeError, match="max_cuda_graphs must be an int, got a float"):
         kernel.inject_kernels(model, cuda_graphs=True, max_cuda_graphs=2.0)

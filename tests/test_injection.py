@@ -207,13 +207,18 @@ def test_a_model_without_replaced_modules(kernel, device, cuda_graphs, level):
     assert report.replaced == []
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: nn.Sequential()])
-def test_nothing_known_is_an_error(kernel, make):
-    with pytest.raises(
-        ValueError,
-        match=r"^inject_kernels: .* LTXVideoTransformer3DModel, .*FluxTransformer2DModel, .* got a ",
-    ):
-        kernel.inject_kernels(make())
+class Unknown(nn.Module):
+    pass
+
+
+def test_nothing_known_is_an_error(kernel):
+    for module, got in ((nn.Linear(2, 2), "a Linear"), (Unknown(), "an Unknown")):
+        sentence = (
+            "inject_kernels: pipe_or_model must be or hold a model with norms, activations or "
+            f"attentions of diffusers or PyTorch, got {got} without one"
+        )
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            kernel.inject_kernels(module)
 
 
 def test_memory_does_not_grow(kernel):

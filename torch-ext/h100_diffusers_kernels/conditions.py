@@ -131,11 +131,16 @@ def has_memory_format(x: Tensor, gaps: int = 0) -> bool:
     return is_dense and gaps >= 0
 
 
+def an(name: str) -> str:
+    """The name with its article."""
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
     """Why ``kernels_take`` is false, as a clause."""
     for tensor in (x, *others):
         if not is_plain(tensor):
-            return f"it was given a {type(tensor).__name__}"
+            return f"it was given {an(type(tensor).__name__)}"
     if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
         return "autocast is on"
     if x.device.type != KERNEL_DEVICE_TYPE:

@@ -17,6 +17,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..conditions import an
+
 _modules = torch.nn.modules.module
 GLOBAL_HOOKS = (
     _modules._global_forward_hooks,
@@ -186,12 +188,12 @@ def has_hooks(module: nn.Module) -> bool:
 def why_not_plain(module: Any, known: KnownClass) -> str:
     """Why ``is_plain`` is false, as a clause."""
     if known.cls is None or type(module) is not known.cls:
-        return f"is a {class_name(module)}"
+        return f"is {an(class_name(module))}"
     reason = replaced_function(known.functions)
     if known.cls.forward is not known.own_forward or known.cls.__call__ is not _Module.__call__:
         reason = f"{known.cls.__name__}'s forward or __call__ was replaced"
     if reason is not None:
-        return f"is a {class_name(module)}, and {reason}"
+        return f"is {an(class_name(module))}, and {reason}"
     return "has hooks or another forward than its class's"
 
 
@@ -207,7 +209,7 @@ def why_intercepted() -> str | None:
     for mode in _get_current_function_mode_stack() + _get_current_dispatch_mode_stack():
         cls = type(mode)
         if cls not in TRANSPARENT_MODES and not cls.__module__.startswith(_TRACERS):
-            return f"it runs within a {cls.__name__}"
+            return f"it runs within {an(cls.__name__)}"
     return None
 
 

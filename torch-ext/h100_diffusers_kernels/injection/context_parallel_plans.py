@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from ..conditions import an
 from .checks import find_class
+from .patch import INJECTION
 
+logger = logging.getLogger("h100_diffusers_kernels")
 _MODELS = "diffusers.models.transformers."
 _PARALLEL_MODULE = "diffusers.models._modeling_parallel"
 
@@ -50,8 +54,8 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
             return make(model, _split_of(module), module.ContextParallelOutput)
     names = ", ".join(path.partition(":")[2] for path in _PLANS)
     raise ValueError(
-        f"context_parallel_plan: model must be a {names}, or have a plan of diffusers, got a "
-        f"{type(model).__name__}"
+        f"context_parallel_plan: model must be a {names}, or have a plan of diffusers, got "
+        f"{an(type(model).__name__)}"
     )
 
 
@@ -66,6 +70,12 @@ def _split_of(module: Any) -> Callable:
 
 def _two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
     """Image and text enter the first block; the last linear layer gathers the image."""
+    if INJECTION not in vars(model):
+        logger.warning(
+            "context_parallel_plan: call inject_kernels before the first forward: the own code of %s does "
+            "not support context parallelism",
+            type(model).__name__,
+        )
     streams = ("hidden_states", "encoder_hidden_states")
     return {
         "transformer_blocks.0": {name: split(1, 3) for name in streams},

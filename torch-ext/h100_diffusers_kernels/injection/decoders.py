@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..conditions import an
 from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
@@ -109,7 +110,7 @@ def _kind_of(module: Any) -> _Kind | str:
     """The kind of a norm, or why the kernels cannot replace it, as a clause."""
     kind = _class_of(module)
     if kind is None:
-        return f"is a {class_name(module)}"
+        return f"is {an(class_name(module))}"
     return kind if is_plain(module, kind.known) else why_not_plain(module, kind.known)
 
 
@@ -122,7 +123,7 @@ def _norm_forward(self: Any, call: Call, x: Tensor, *args: Any, **kwargs: Any) -
         return NotImplemented
     kind = _class_of(self)
     if kind is None:  # parametrized, for example
-        return call.decline(f"it is a {type(self).__name__} now")
+        return call.decline(f"it is {an(type(self).__name__)} now")
     out = kind.compute(self, x, "none")
     return out if isinstance(out, Tensor) else call.decline(out)
 

@@ -6,8 +6,11 @@ of it again, into deep copies.
 
 from __future__ import annotations
 
+import collections
 import importlib
+import inspect
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Callable
@@ -23,6 +26,13 @@ _FORMAT = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
 _GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
 # The number of elements that are quantized, or copied to the host, at once: their copies need memory.
 _AT_ONCE = 2**24
+# Rounding to FP8 moves a value by at most 2**-4 of it or, if it is small, 2**-10 of its row's scale. The rest
+# is for the rounding to 16 bits.
+_ROUNDING, _SMALLEST_STEP = 2**-4 + 2**-8, 2**-9
+# What becomes of quantized layers when the kernels are ejected.
+RESTORED = "have their original weights"
+DEQUANTIZED = "have the dequantized values of the FP8 weights that they were given since"
+STAY_QUANTIZED = "stay quantized, because keep_originals was False"
 
 
 class Original:
@@ -30,10 +40,40 @@ class Original:
 
     Attributes:
         parameter: the weight, in host memory; None if it was let go.
+        dtype: the dtype that the layer's weight would have by now: torchao's tensors keep theirs.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter: nn.Parameter | None = parameter
+        self.dtype = parameter.dtype
+
+
+class Method:
+    """A function in place of the method of one module: ``function(module, method, *args, **kwargs)``. It
+    references the module weakly, so that a dropped model is freed at once."""
+
+    def __init__(self, function: Callable, module: nn.Module, name: str) -> None:
+        self._function, self._name = function, name
+        self._module = weakref.ref(module)
+        _, *others = inspect.signature(getattr(type(module), name)).parameters.values()
+        self.__signature__ = inspect.Signature(others)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        return self._function(module, getattr(type(module), self._name), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Method:
+        module = memo.get(id(self._module()))
+        return self if module is None else Method(self._function, module, self._name)
+
+
+def _apply(layer: Any, own: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``Module._apply``, by which ``to`` and ``half`` convert each layer."""
+    original = original_of(layer)
+    with torch.inference_mode(False):  # in which torchao's tensors cannot be converted
+        if original is not None:
+            original.dtype = function(torch.empty(0, dtype=original.dtype, device="cpu")).dtype
+        return own(layer, function, *args, **kwargs)
 
 
 def original_of(layer: nn.Module) -> Original | None:
@@ -96,18 +136,28 @@ def _to_host(values: Tensor) -> Tensor:
     return on_host
 
 
+@torch.inference_mode(False)  # the tensors outlive the mode
 def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) -> None:
-    """Quantizes the layers' weights, one after the other, and moves the originals to host memory."""
+    """Quantizes the layers' weights, one after the other, and moves the originals to host memory.
+
+    Layers that share a weight share it afterwards.
+    """
+    made: dict[int, tuple[Original, nn.Parameter, Tensor]] = {}  # by the weight
     for layer in layers:
         parameter: Any = layer.weight
-        values = weight_values(layer)
-        assert values is not None
-        new, on_host = quantized(values), _to_host(values)
-        if parameter.is_meta:  # its hook makes a new parameter for each call
-            parameter = nn.Parameter(on_host, requires_grad=parameter.requires_grad)
-        setattr(layer, _ORIGINAL, Original(parameter))
-        _set_weight(layer, nn.Parameter(new, requires_grad=False))
-        parameter.data = on_host  # last, so that a failure leaves it where it was
+        if id(parameter) not in made:
+            values, flag = weight_values(layer), parameter.requires_grad
+            new, on_host = quantized(values), _to_host(values)
+            # With a hook that makes a new parameter for each call, the layer's own has no values.
+            original = Original(nn.Parameter(on_host, flag) if parameter.is_meta else parameter)
+            made[id(parameter)] = original, nn.Parameter(new, flag), on_host
+        original, weight, on_host = made[id(parameter)]
+        setattr(layer, _ORIGINAL, original)
+        layer._apply = Method(_apply, layer, "_apply")  # type: ignore[method-assign]
+        _set_weight(layer, weight)
+        # Last, so that a failure leaves it where it was.
+        assert original.parameter is not None
+        original.parameter.data = on_host
 
 
 def let_go(layers: Iterable[nn.Linear]) -> None:
@@ -118,48 +168,116 @@ def let_go(layers: Iterable[nn.Linear]) -> None:
         original.parameter = None
 
 
-def restore(modules: Iterable[nn.Module]) -> tuple[int, int]:
+@torch.inference_mode(False)
+def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> collections.Counter[str]:
     """Gives quantized layers their original weights, on the device where the layer's weight is.
 
-    A layer whose weight was replaced keeps that.
+    A layer whose weight was replaced keeps that, dequantized if it is an FP8 weight.
+
+    Args:
+        all_of_them: whether layers whose original weights were let go get dequantized ones.
 
     Returns:
-        The number of layers restored, and of those that stay quantized because the original was let go.
+        The number of layers by what became of them.
     """
-    restored = still_quantized = 0
+    outcomes: collections.Counter[str] = collections.Counter()
     for module in modules:
+        vars(module).pop("_apply", None)
         original: Original | None = vars(module).pop(_ORIGINAL, None)
         if original is None or not is_quantized(module):
             continue
         parameter = original.parameter
-        if parameter is None:
-            still_quantized += 1
+        if parameter is None and not all_of_them:
+            outcomes[STAY_QUANTIZED] += 1
             continue
-        restored += 1
-        device: Any = module.weight.device
-        if device.type != "meta":
-            parameter.data = parameter.data.to(device)
+        values, outcome = _current_values(module, original)
+        outcomes[outcome] += 1
+        parameter = nn.Parameter(values) if parameter is None else parameter
+        parameter.data = values
+        parameter.requires_grad_(module.weight.requires_grad)
         _set_weight(module, parameter)
-    return restored, still_quantized
+    return outcomes
+
+
+def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, str]:
+    """The values that a quantized layer's weight would have: the original's, or dequantized ones if the layer
+    got other FP8 values since, such as by ``load_state_dict``. In host memory a sample of rows tells."""
+    weight, parameter = weight_values(layer), original.parameter
+    if parameter is not None:
+        values = parameter.data if on_host or weight is None else parameter.data.to(weight.device)
+        if weight is None or _is_quantization_of(values, weight, _sample(values, on_host)):
+            return values.to(original.dtype), RESTORED
+    values = weight.dequantize(original.dtype)
+    return _to_host(values) if on_host else values, DEQUANTIZED
+
+
+def _sample(values: Tensor, is_small: bool = True) -> slice:
+    return slice(None, None, max(1, len(values) // 16) if is_small else 1)
+
+
+def _is_quantization_of(values: Tensor, weight: Any, sample: slice) -> bool:
+    """Whether rows of an FP8 weight are those of the values, to within their rounding.
+
+    A comparison with ``quantized(values)`` would not do: devices round scales differently.
+    """
+    scale = weight.scale.reshape(-1, 1)
+    if len(scale) != len(values):
+        return False
+    rows = max(1, _AT_ONCE // values.shape[1])
+    parts = (each[sample].split(rows) for each in (values, weight.qdata, scale))
+    for part, *of_weight in zip(*parts, strict=True):
+        rounded, of_rows = (each.float() for each in of_weight)
+        exact = part.to(rounded.device).float()
+        limit = exact.abs().mul_(_ROUNDING).add_(of_rows * _SMALLEST_STEP)
+        if (rounded.mul_(of_rows).sub_(exact).abs_() > limit).any():
+            return False
+    return True
 
 
 @contextmanager
-def original_weight(layer: Any, quantized: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Within it the layer has its original weight. After it the FP8 weight is that of the new values."""
-    original, weight = original_of(layer), layer.weight
-    assert original is not None and original.parameter is not None
-    parameter = original.parameter
-    parameter.data = parameter.data.to(weight.device)
-    layer.weight = parameter
+def plain_weights(
+    layers: Iterable[Any], quantized: Callable[[Tensor], Any], *, on_host: bool = False
+) -> Iterator[None]:
+    """Within it quantized layers have their original weights. After it their FP8 weights have the values that
+    these have by then.
+
+    Args:
+        on_host: whether the weights are in host memory, so that all layers may have them, and are quantized
+            again only if a sample of rows has changed.
+    """
+    taken = []
+    with torch.inference_mode(False):
+        for layer in layers:
+            original, weight = original_of(layer), layer.weight
+            assert original is not None
+            values, _ = _current_values(layer, original, on_host)
+            if weight.is_meta:
+                weight = nn.Parameter(weight_values(layer), weight.requires_grad)
+            plain = nn.Parameter(values, weight.requires_grad)
+            rows = _sample(values) if on_host else slice(0)
+            taken.append((layer, original, weight, plain, values[rows].clone(), rows))
     try:
+        for layer, _, _, plain, *_ in taken:
+            _set_weight(layer, plain)
         yield
     finally:
-        new = quantized(parameter.data)
-        # In place: offloading and CUDA graphs know these tensors.
-        weight.qdata.copy_(new.qdata)
-        weight.scale.copy_(new.scale)
-        parameter.data = _to_host(parameter.data)
-        layer.weight = weight
+        for layer, _, weight, *_ in taken:  # all of them first: what follows may fail
+            weight.requires_grad_(layer.weight.requires_grad)
+            _set_weight(layer, weight)
+        for layer, original, weight, plain, before, rows in taken:
+            if on_host and torch.equal(plain.data[rows], before):
+                continue
+            with torch.inference_mode(False):
+                new, on_cpu = quantized(plain.data.to(weight.device)), _to_host(plain.data)
+            if original.parameter is not None:
+                original.parameter.data = on_cpu
+            if new.scale.shape != weight.scale.shape:
+                _set_weight(layer, nn.Parameter(new, weight.requires_grad))
+                continue
+            # In place: offloading and CUDA graphs know these tensors, which may be inference tensors.
+            with torch.inference_mode():
+                weight.qdata.copy_(new.qdata)
+                weight.scale.copy_(new.scale)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,7 +287,7 @@ def original_weight(layer: Any, quantized: Callable[[Tensor], Any]) -> Iterator[
 # mapping of the layer's hook. diffusers' group offloading with a stream remembers parameters.
 
 
-def weight_values(layer: nn.Linear) -> Tensor | None:
+def weight_values(layer: nn.Linear) -> Any:
     """The values of a layer's weight, wherever they are; None if they are not in memory."""
     if not layer.weight.is_meta:
         return layer.weight.data

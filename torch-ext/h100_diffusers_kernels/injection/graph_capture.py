@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ..conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
+from ..conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES, an
 from .cache import capturing
 from .checks import TRANSPARENT_MODES
 from .model_fingerprint import Addresses, CannotCapture
@@ -72,7 +72,9 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
         elif type(leaf) in _CONSTANTS or isinstance(leaf, enum.Enum):
             forms.append((type(leaf), leaf))
         else:
-            raise CannotCapture(f"it was given a {type(leaf).__name__}, which graphs cannot update")
+            raise CannotCapture(
+                f"it was given {an(type(leaf).__name__)}, which graphs cannot update"
+            )
     devices = sorted({str(tensor.device) for tensor in tensors.values()})
     if len(devices) != 1:
         raise CannotCapture(f"it was given tensors on {', '.join(devices) or 'no device'}")
@@ -82,7 +84,7 @@ def read_arguments(args: tuple, kwargs: dict) -> Arguments:
 def _form(tensor: Tensor) -> Hashable:
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     if not is_plain or tensor.is_quantized or tensor.is_conj():
-        raise CannotCapture(f"it was given a {type(tensor).__name__} without plain values")
+        raise CannotCapture(f"it was given {an(type(tensor).__name__)} without plain values")
     # PyTorch's choice of matmul depends on requires_grad.
     form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
     return (*form, _alignment(tensor))
@@ -149,7 +151,7 @@ class Capture:
         for leaf in self._leaves:
             is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
             if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
-                refusal = refusal or f"it returns a {type(leaf).__name__}"
+                refusal = refusal or f"it returns {an(type(leaf).__name__)}"
         if refusal is not None:
             self.reset()
             raise CannotCapture(refusal)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..conditions import an
 from . import (
     chroma,
     cogvideox,
@@ -30,6 +31,7 @@ from . import (
     wan,
     z_image,
 )
+from .attention_backend import why_not_own_in_parallel
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
 from .cuda_graphs import GraphedStandIn, Pool
@@ -37,11 +39,19 @@ from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
+from .fp8_weights import (
+    RESTORED,
+    let_go,
+    load_quantizer,
+    quantize,
+    renew_group_offloading,
+    restore,
+)
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .patch import (
+    INJECTION,
     UNKNOWN_FORWARD,
     Injection,
     PatchSpec,
@@ -51,7 +61,7 @@ from .patch import (
     put_in,
     take_out,
 )
-from .precision import PRECISIONS, Chosen, choose_layers, has_quantized, unmatched
+from .precision import PRECISIONS, Chosen, choose_layers, has_quantized, unmatched, why_none
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
@@ -64,9 +74,6 @@ _MODULES: tuple[Any, ...] = (
     unets,
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
-# The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
-# the model copies it, too.
-_INJECTION = "_h100_diffusers_kernels"
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
@@ -192,9 +199,8 @@ def inject_kernels(
             plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
-            f"inject_kernels: pipe_or_model must be or hold a {known_models()}, or a model with norms, "
-            f"activations or attentions of diffusers or PyTorch, got a {type(pipe_or_model).__name__} "
-            "without one"
+            "inject_kernels: pipe_or_model must be or hold a model with norms, activations or attentions "
+            f"of diffusers or PyTorch, got {an(type(pipe_or_model).__name__)} without one"
         )
     if precision is not None:
         _check_plans(pipe_or_model, plans, options)
@@ -210,7 +216,7 @@ def inject_kernels(
             for stand_in in plan.stand_ins:
                 put_in(stand_in)
             if plan.stand_ins:
-                setattr(plan.model, _INJECTION, plan.injection)
+                setattr(plan.model, INJECTION, plan.injection)
             report.add(plan.injection.report)
     except BaseException:
         for plan in plans:
@@ -241,12 +247,12 @@ def eject_kernels(pipe_or_model: Any) -> None:
     """
     components = list(_components("eject_kernels", pipe_or_model))
     for _, _, stand_in in placed(m for _, component in components for m in component.modules()):
-        reason = stand_in.spec.why_not_own(stand_in)
+        reason = why_not_own_in_parallel(stand_in)
         if reason is not None:
             raise RuntimeError(f"eject_kernels: {reason}; load the model again instead")
     for name, component in components:
         for module_name, module in list(component.named_modules()):
-            injection = vars(module).get(_INJECTION)
+            injection = vars(module).get(INJECTION)
             if injection is not None:
                 _undo(module, injection)
                 logger.info("eject_kernels: restored %s", join(name, module_name) or "the model")
@@ -258,21 +264,19 @@ def _undo(model: nn.Module, injection: Injection) -> None:
     injection.is_over = True
     modules = (reference() for reference in injection.modules)
     _restore(model, [*model.modules(), *(module for module in modules if module is not None)])
-    vars(model).pop(_INJECTION, None)
+    vars(model).pop(INJECTION, None)
 
 
 def _restore(model: nn.Module, modules: list[nn.Module]) -> None:
     """Gives modules of a model their forwards and their weights."""
     take_out(modules)
     unfollow_lora(modules)
-    restored, still_quantized = restore(modules)
-    if restored:
+    outcomes = restore(modules)
+    if outcomes:
         renew_group_offloading(model)
-    if still_quantized:
-        logger.info(
-            "eject_kernels: %s linear layers stay quantized, because keep_originals was False",
-            still_quantized,
-        )
+    for outcome, count in outcomes.items():
+        if outcome != RESTORED:
+            logger.info("eject_kernels: %s linear layers %s", count, outcome)
 
 
 def _plan(
@@ -286,7 +290,7 @@ def _plan(
         options = {**options, "cuda_graphs": False}
     if family is None:
         options = {**options, **_check_precision(None, ()), "keep_originals": True}
-    injection = vars(model).get(_INJECTION)
+    injection = vars(model).get(INJECTION)
     if injection is not None:
         compared = ("attention",) if pool is None else options
         changed = [key for key in compared if injection.options[key] != options[key]]
@@ -400,7 +404,7 @@ def _report_stranger(
             break  # what is there has another structure
         module, name = module._modules[child], f"{name}.{child}"
     if module is not None and not any(spec.matches(module) for spec in family.specs):
-        report.leave(name, module, f"a {class_name(module)}, called as it is")
+        report.leave(name, module, f"{an(class_name(module))}, called as it is")
 
 
 def _check_options(**options: Any) -> dict[str, Any]:
@@ -408,7 +412,7 @@ def _check_options(**options: Any) -> dict[str, Any]:
         cls, accepted = (int, "an int") if name == "max_cuda_graphs" else (bool, "True or False")
         if type(value) is not cls:
             raise TypeError(
-                f"inject_kernels: {name} must be {accepted}, got a {type(value).__name__}"
+                f"inject_kernels: {name} must be {accepted}, got {an(type(value).__name__)}"
             )
     count = options["max_cuda_graphs"]
     if count < 1:
@@ -420,7 +424,7 @@ def _check_precision(precision: Any, keep: Any) -> dict[str, Any]:
     accepted = " or ".join(["None", *map(repr, PRECISIONS)])
     if not isinstance(precision, (str, type(None))):
         raise TypeError(
-            f"inject_kernels: precision must be {accepted}, got a {type(precision).__name__}"
+            f"inject_kernels: precision must be {accepted}, got {an(type(precision).__name__)}"
         )
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"inject_kernels: precision must be {accepted}, got {precision!r}")
@@ -440,8 +444,8 @@ def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]
     known = [plan for plan in plans if family_of(plan.model) is not None]
     if not known:
         raise ValueError(
-            f"inject_kernels: with precision={precision!r} pipe_or_model must be or hold a "
-            f"{known_models()}, got a {type(pipe_or_model).__name__} without one"
+            f"inject_kernels: precision={precision!r} needs a model that runs on the kernels in full, "
+            f"got {an(type(pipe_or_model).__name__)} without one"
         )
     models = [(plan.injection.report.model_name, plan.model) for plan in known]
     for pattern in unmatched(options["keep"], models):
@@ -452,10 +456,10 @@ def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]
     if not any(
         plan.quantized or plan.is_in_place or has_quantized(plan.injection.report) for plan in known
     ):
-        reasons = {e.reason: None for plan in known for e in plan.injection.report.left_alone}
+        reason = why_none(plan.injection.report for plan in known)
         raise ValueError(
-            f"inject_kernels: precision={precision!r} needs a layer that can be quantized, "
-            f"got a {type(pipe_or_model).__name__} without one: {'; '.join(reasons)}"
+            f"inject_kernels: precision={precision!r} needs a layer that can be quantized, got "
+            f"{an(type(pipe_or_model).__name__)} without one: {reason}"
         )
 
 
@@ -470,7 +474,7 @@ def _components(caller: str, pipe_or_model: Any) -> Iterator[tuple[str, nn.Modul
     if components is None or isinstance(pipe_or_model, type):
         raise TypeError(
             f"{caller}: pipe_or_model must be a torch.nn.Module or a pipeline that holds one, "
-            f"got a {type(pipe_or_model).__name__}"
+            f"got {an(type(pipe_or_model).__name__)}"
         )
     for name, component in components.items():
         if isinstance(component, nn.Module):
@@ -512,11 +516,6 @@ def family_of(module: nn.Module) -> Family | None:
     """The family whose model the module is, subclasses included, or None."""
     models = ((model, family) for family in FAMILIES for model in family.models)
     return next((family for model, family in models if model.matches(module)), None)
-
-
-def known_models() -> str:
-    models = (model for family in FAMILIES for model in family.models)
-    return ", ".join(model.path.partition(":")[2] for model in models)
 
 
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes

@@ -1,66 +1,78 @@
-"""Fuses LoRA into layers that ``inject_kernels(precision=...)`` quantized.
+"""Adapters on layers that ``inject_kernels(precision=...)`` quantized: loading and fusing.
 
-peft adds an adapter to a layer's weight in place, which torchao's FP8 weights do not allow. Here it does so
-with the layer's original weight, which is then quantized again. So the fused weight has the values of the
-model that was fused first and quantized then.
+peft chooses an adapter's class by the class of the layer's weight, and refuses some adapters on torchao's FP8
+weights. So adapters are loaded while the layers have plain weights. peft adds an adapter to a layer's weight
+in place, which FP8 weights do not allow. Here it does so with the layer's original weight, which is then
+quantized again. So the fused weight has the values of the model that was fused first and quantized then.
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, Callable
 
+import torch
 from torch import nn
 
-from .fp8_weights import is_quantized, load_quantizer, original_of, original_weight
+from .checks import class_name
+from .fp8_weights import (
+    Method,
+    is_quantized,
+    load_quantizer,
+    original_of,
+    plain_weights,
+    renew_group_offloading,
+    restore,
+)
+from .patch import INJECTION
 
-
-class _Method:
-    """A function as the method of one module. It references the module weakly, so that a dropped model is
-    freed at once."""
-
-    def __init__(self, function: Callable, module: nn.Module) -> None:
-        self._function = function
-        self._module = weakref.ref(module)
-        first, *others = inspect.signature(function).parameters.values()
-        self.__signature__ = inspect.Signature(others)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._module(), *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict) -> _Method:
-        module = memo.get(id(self._module()))
-        return self if module is None else _Method(self._function, module)
+# Adapters of peft that call the layer below them. The others compute with its weight.
+_CALL_THE_LAYER = tuple(f"peft.tuners.{name}." for name in ("lora", "loha", "lokr", "oft"))
 
 
 def follow_lora(model: Any) -> None:
-    """Makes ``fuse_lora`` and ``unfuse_lora`` of the model and its pipeline work on the original weights."""
-    if hasattr(type(model), "fuse_lora"):
-        model.fuse_lora = _Method(_fuse_lora, model)
-    _follow_adapters(model)
+    """Makes the model's methods that load and fuse adapters work with quantized layers."""
+    for name, function in _METHODS.items():
+        if hasattr(type(model), name):
+            setattr(model, name, Method(function, model, name))
+    _follow_adapters(model.modules())
 
 
 def unfollow_lora(modules: Iterable[nn.Module]) -> None:
+    modules = list(modules)
+    _follow_adapters(modules)  # those that peft itself loaded, too
     for module in modules:
         attributes = vars(module)
-        for name in ("fuse_lora", "merge", "unmerge"):
-            if isinstance(attributes.get(name), _Method):
+        for name in (*_METHODS, "merge", "unmerge"):
+            if isinstance(attributes.get(name), Method):
                 del attributes[name]
 
 
-def _follow_adapters(model: nn.Module) -> list[nn.Module]:
+def layers_that_adapters_read(model: nn.Module) -> dict[nn.Module, str]:
+    """The layers with whose weights adapters compute, each with the adapter's class."""
+    adapters = (module for module in model.modules() if "base_layer" in module._modules)
+    names = ((_base_layer(adapter), class_name(adapter)) for adapter in adapters)
+    return {
+        layer: name
+        for layer, name in names
+        if name.startswith("peft.") and not name.startswith(_CALL_THE_LAYER)
+    }
+
+
+def _follow_adapters(modules: Iterable[nn.Module]) -> list[Any]:
     """Replaces the methods of the adapters of quantized layers, and returns these adapters."""
-    adapters: list[Any] = [
+    adapters = [
         module
-        for module in model.modules()
+        for module in modules
         if "base_layer" in module._modules and original_of(_base_layer(module)) is not None
     ]
     for adapter in adapters:
-        adapter.merge = _Method(_merge, adapter)
-        adapter.unmerge = _Method(_unmerge, adapter)
+        cls: Any = type(adapter)
+        if cls.__module__.endswith(".torchao"):  # peft's class for plain weights is its base
+            adapter.__class__ = cls.__base__
+        for name, function in (("merge", _merge), ("unmerge", _unmerge)):
+            setattr(adapter, name, Method(function, adapter, name))
     return adapters
 
 
@@ -70,22 +82,46 @@ def _base_layer(adapter: Any) -> nn.Module:
     return adapter
 
 
-def _fuse_lora(
-    model: Any, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: Any = None
-) -> None:
-    for adapter in _follow_adapters(model):  # those that were loaded after the injection, too
+def _load(model: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
+    layers = [m for m in model.modules() if original_of(m) is not None and is_quantized(m)]
+    known = {id(tensor): tensor for tensor in _tensors(model)}
+    with plain_weights(layers, load_quantizer("fp8"), on_host=True):
+        result = own(model, *args, **kwargs)
+    for adapter in _follow_adapters(model.modules()):
+        device: Any = _base_layer(adapter).weight.device
+        for name, child in adapter.named_children():
+            for tensor in _tensors(child) if name != "base_layer" else ():
+                if id(tensor) not in known and "meta" not in (tensor.device.type, device.type):
+                    tensor.data = tensor.data.to(device)
+    classes = layers_that_adapters_read(model)
+    given_back = [layer for layer in layers if layer in classes]
+    restore(given_back, all_of_them=True)
+    renew_group_offloading(model)
+    names = {module: name for name, module in model.named_modules()}
+    for layer in given_back:
+        count = vars(model)[INJECTION].report.count_of(names[layer], type(layer).__name__)
+        count.fall_back(f"not quantized any more: {classes[layer]} computes with its weight")
+    return result
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _fuse_lora(model: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
+    for adapter in _follow_adapters(model.modules()):  # those that peft itself loaded, too
         _check(adapter, "fuse_lora")
-    type(model).fuse_lora(model, lora_scale, safe_fusing, adapter_names)
+    own(model, *args, **kwargs)
 
 
-def _merge(adapter: Any, safe_merge: bool = False, adapter_names: Any = None) -> None:
+def _merge(adapter: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
     with _original_weight(adapter, "fuse_lora"):
-        _class_for_plain_weights(adapter).merge(adapter, safe_merge, adapter_names)
+        own(adapter, *args, **kwargs)
 
 
-def _unmerge(adapter: Any) -> None:
+def _unmerge(adapter: Any, own: Callable) -> None:
     with _original_weight(adapter, "unfuse_lora") if adapter.merged else nullcontext():
-        _class_for_plain_weights(adapter).unmerge(adapter)
+        own(adapter)
 
 
 def _original_weight(adapter: Any, caller: str) -> Any:
@@ -93,7 +129,7 @@ def _original_weight(adapter: Any, caller: str) -> Any:
     if not is_quantized(layer):  # its weight was replaced
         return nullcontext()
     _check(adapter, caller)
-    return original_weight(layer, load_quantizer("fp8"))
+    return plain_weights([layer], load_quantizer("fp8"))
 
 
 def _check(adapter: Any, caller: str) -> None:
@@ -110,7 +146,15 @@ def _check(adapter: Any, caller: str) -> None:
         )
 
 
-def _class_for_plain_weights(adapter: Any) -> Any:
-    """The adapter's class; instead of peft's class for torchao's weights, the one for plain weights."""
-    cls = type(adapter)
-    return cls.__base__ if cls.__module__.endswith(".torchao") else cls
+def _fuse_projections(model: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "fuse_qkv_projections: the layers are quantized, so call it before inject_kernels(precision=...)"
+    )
+
+
+_METHODS = {
+    "add_adapter": _load,
+    "load_lora_adapter": _load,
+    "fuse_lora": _fuse_lora,
+    "fuse_qkv_projections": _fuse_projections,
+}

@@ -39,6 +39,9 @@ from .report import OWN_ATTENTION, InjectionReport
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+# The attribute of an injected model that holds its Injection. It is on the instance, so that a deep copy of
+# the model copies it, too.
+INJECTION = "_h100_diffusers_kernels"
 UNKNOWN_FORWARD = "its class's forward is not the known one of diffusers"
 
 
@@ -90,10 +93,6 @@ class PatchSpec:
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         """Runs the class's own forward, which does not know ``QuantizedRows``."""
         return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
-
-    def why_not_own(self, stand_in: StandIn) -> str | None:
-        """Why the class's own forward cannot run, whoever calls it."""
-        return None
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         """Why the module gets no stand-in."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..conditions import PLAIN_TYPES, dtype_name
+from ..conditions import PLAIN_TYPES, an, dtype_name
 from .checks import class_name
 from .fp8_linears import fp8_weight
 from .fp8_weights import is_offloaded_to_disk, weight_values
+from .lora_fusion import layers_that_adapters_read
 from .report import InjectionReport, join
 
 FP8, FP8_FAST = "fp8", "fp8-fast"
@@ -22,7 +24,10 @@ PRECISIONS = (FP8, FP8_FAST)
 MIN_FEATURES = 512
 _MULTIPLE = 16  # of features, for the kernels and for torchao's own product
 _DTYPES = (torch.bfloat16, torch.float16)
-_ALREADY = "not quantized: it is quantized already"
+_NOT = "not quantized: "
+_ALREADY = f"{_NOT}it is quantized already"
+_NOT_IN_TABLE = "it is no attention's or feed-forward's layer in a block"
+_AT_END, _FAST_ONLY = "its block is one of the first or last", f"only {FP8_FAST} quantizes it"
 
 
 class Layers(NamedTuple):
@@ -170,16 +175,23 @@ def choose_layers(
             f"inject_kernels: precision={precision!r} needs weights in memory, "
             f"got {prefix or 'a model'} offloaded to disk"
         )
-    chosen = []
+    names_of: dict[Any, list[Any]] = {}  # a layer may have several
     for name, public_name, layer in linear_layers(model):
-        reason = _why_not_in_table(model, public_name, table, precision)
-        if reason is None and any(is_named(p, prefix, name, public_name) for p in keep):
-            reason = "keep names it"
-        if reason is None:
-            reason = _why_not_quantizable(layer)
+        names_of.setdefault(layer, []).append((name, public_name))
+    adapters = layers_that_adapters_read(model)
+    chosen = []
+    for layer, names in names_of.items():
+        reasons = [
+            _why_not_in_table(model, public_name, table, precision) for _, public_name in names
+        ]
+        if any(is_named(p, prefix, *each) for p in keep for each in names):
+            reasons.append("keep names it")
+        if layer in adapters:
+            reasons.append(f"{adapters[layer]} computes with its weight")
+        reason = next(filter(None, [*reasons, _why_not_quantizable(layer)]), None)
+        name = names[0][0]
         if reason is not None:
-            reason = reason if reason == _ALREADY else f"not quantized: {reason}"
-            report.leave(name, layer, reason)
+            report.leave(name, layer, reason if reason == _ALREADY else _NOT + reason)
             continue
         values = weight_values(layer)
         if values is None or values.dtype not in _DTYPES:
@@ -189,12 +201,36 @@ def choose_layers(
                 f"got {got} in {join(prefix, name)}"
             )
         chosen.append(Chosen(name, layer))
-    return chosen
+    return _without_shared_weights(model, chosen, report)
+
+
+def _without_shared_weights(
+    model: nn.Module, chosen: list[Chosen], report: InjectionReport
+) -> list[Chosen]:
+    """The chosen layers whose weights no other module has."""
+    others = set(model.modules()).difference(layer for _, layer in chosen)
+    weights = {id(parameter) for module in others for parameter in module._parameters.values()}
+    for name, layer in chosen:
+        if id(layer.weight) in weights:
+            report.leave(name, layer, f"{_NOT}another module has its weight, too")
+    return [each for each in chosen if id(each.layer.weight) not in weights]
 
 
 def has_quantized(report: InjectionReport) -> bool:
     """Whether the model of the report had quantized layers before."""
     return any(entry.reason == _ALREADY for entry in report.left_alone)
+
+
+def why_none(reports: Iterable[InjectionReport]) -> str:
+    """Why no layer is quantized: the most frequent reason, of layers in the table if there are any."""
+    reasons = collections.Counter(
+        entry.reason.removeprefix(_NOT)
+        for report in reports
+        for entry in report.left_alone
+        if entry.reason.startswith(_NOT)
+    )
+    of_table = (_NOT_IN_TABLE, _AT_END, _FAST_ONLY)
+    return max(reasons, key=lambda r: (r not in of_table, r != _NOT_IN_TABLE, reasons[r]))
 
 
 def linear_layers(model: nn.Module, path: str = "", public_path: str = "") -> Iterator[Any]:
@@ -239,12 +275,12 @@ def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str
         length = len(model.get_submodule(path)._modules)
         ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else ((0, 0), (0, 0))
         if _is_at_end(index, length, fast_ends):
-            return "its block is one of the first or last"
+            return _AT_END
         is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
         if precision == FP8 and (is_fast or _is_at_end(index, length, ends)):
-            return f"only {FP8_FAST} quantizes it"
+            return _FAST_ONLY
         return None
-    return "it is no attention's or feed-forward's layer in a block"
+    return _NOT_IN_TABLE
 
 
 def _is_at_end(index: int, length: int, ends: tuple[int, int]) -> bool:
@@ -264,10 +300,10 @@ def _why_not_quantizable(layer: nn.Linear) -> str | None:
     if fp8_weight(layer) is not None:
         return _ALREADY
     if type(layer) is not nn.Linear:
-        return f"it is a {class_name(layer)}"
+        return f"it is {an(class_name(layer))}"
     weight: Any = layer.weight
     if type(weight) not in PLAIN_TYPES:
-        return _ALREADY if hasattr(weight, "qdata") else f"its weight is a {class_name(weight)}"
+        return _ALREADY if hasattr(weight, "qdata") else f"its weight is {an(class_name(weight))}"
     if min(weight.shape) < MIN_FEATURES:
         return f"it has fewer than {MIN_FEATURES} features in or out"
     if any(size % _MULTIPLE for size in weight.shape):
