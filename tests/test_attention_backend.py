@@ -1,6 +1,7 @@
 """The package's attention as a backend of diffusers: chosen for a model, without an injection."""
 
 import copy
+import itertools
 import logging
 import sys
 
@@ -70,6 +71,24 @@ def test_values(backend, device, name):
     calls = kernel_calls(lambda: assert_attention(dispatch(q, k, v, mask), q, k, v, full))
     assert calls["attention"] == 1
     assert_attention(dispatch(q, k, v, mask, scale=0.3), q, k, v, full, scale=0.3)
+
+
+def test_masks_as_for_the_native_backend(backend, device):
+    """Of all shapes that broadcast to (B, H, Sq, Sk). In two dimensions it is (B, Sk) if both fit."""
+    for batch, queries, keys in ((2, 6, 5), (2, 2, 5), (3, 3, 3), (2, 5, 1), (1, 4, 4)):
+        q, k, v = qkv(device, queries=queries, keys=keys)
+        k, v, q = (
+            x[:1].repeat(batch, 1, 1, 1) + torch.randn(batch, 1, 1, 64).to(x) for x in (k, v, q)
+        )
+        sizes = [(1, batch), (1, 4), (1, queries), (1, keys)]
+        shapes = {full[i:] for full in itertools.product(*sizes) for i in range(3)}
+        for shape in sorted({*shapes, (batch, keys)}):
+            valid = torch.rand(shape, device=device) < 0.7
+            valid[..., -1] = True
+            for mask in (valid, torch.randn(shape, device=device).to(BF16)):
+                options = {"attn_mask": mask, "backend": "native"}
+                expected = attention_dispatch.dispatch_attention_fn(q, k, v, **options)
+                assert relative_distance(dispatch(q, k, v, mask), expected) < 0.02, (shape, mask)
 
 
 def test_grouped_queries(backend, device):

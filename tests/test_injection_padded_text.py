@@ -1,11 +1,14 @@
-"""Chroma, Lumina 2 and Mochi: the masks of their texts, and what attention computes of them."""
+"""The masks of texts, and what attention computes of them."""
+
+import copy
 
 import pytest
 import torch
 
+import random_masks
 from families import FAMILIES, KERNEL_HEADS, assert_close, prepared, run
 from injected_pairs import fallen_back, on_kernels
-from ltx_models import kernel_calls
+from ltx_models import KernelCalls, kernel_calls
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -115,3 +118,139 @@ def test_mochis_padding_has_the_models_own_results(kernel, device, mask):
         hook.remove()
     for mine, own in zip(*outs, strict=True):
         assert_close(mine, own.double())
+
+
+class KeyLengths(KernelCalls):
+    """Counts attentions with key lengths, and with a bias of the keys."""
+
+    lengths = biases = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.endswith("::attention"):
+            self.biases += args[4] is not None
+            self.lengths += args[5] is not None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def lengths_and_biases(model, arguments):
+    with KeyLengths() as calls:
+        run(model, arguments)
+    return calls.lengths, calls.biases
+
+
+class Masked:
+    """A family's model, injected, and the same without kernels and in float64."""
+
+    def __init__(self, kernel, device, name, dtype=torch.bfloat16, **options):
+        self.family = FAMILIES[name]
+        options = {"text_length": 9, "seed": 3, **options}
+        self.injected, self.plain, self.arguments = prepared(
+            self.family, device, dtype, config=KERNEL_HEADS, **options
+        )
+        self.exact = copy.deepcopy(self.plain).double()
+        self.models = (self.injected, self.plain, self.exact)
+        kernel.inject_kernels(self.injected)
+
+    def check(self, mode=torch.no_grad):
+        with mode():
+            in_float64 = self.family.cast(copy.deepcopy(self.arguments), torch.float64)
+            exact = run(self.exact, in_float64)
+            outs = [run(m, copy.deepcopy(self.arguments)).double() for m in self.models[:2]]
+        distances = [(out - exact).norm() / exact.norm() for out in outs]
+        assert distances[0] <= 1.5 * distances[1] + 1e-3, distances
+
+
+# Where the model's own code makes the mask, and the number of its attentions.
+PREFIXES = {
+    "hunyuan_video": ({}, 4),
+    "hunyuan_video15": ({}, 2),
+    "lumina2": ({"mask": "padded"}, 2),
+    "z_image": ({"prompts": (70, 6)}, 4),
+}
+
+
+def test_valid_tokens_first_are_a_number_of_keys(kernel, device):
+    for name in PREFIXES.keys() & FAMILIES.keys():
+        options, count = PREFIXES[name]
+        masked = Masked(kernel, device, name, **options)
+        assert lengths_and_biases(masked.injected, masked.arguments)[0] == count, name
+        masked.check()
+
+
+def test_any_mask_of_the_text_of_lumina2(kernel, device):
+    """Its text blocks get the mask itself, its other blocks a number of tokens."""
+    masked = Masked(kernel, device, "lumina2")
+    left = torch.zeros(2, 9, dtype=torch.bool, device=device)
+    left[0, 4:], left[1, 2:] = True, True
+    holes = left.clone()
+    holes[:, 6] = False
+    for mask in (left.flip(1), left, holes, left.t().contiguous().t(), left[1:].expand(2, 9)):
+        for dtype in (torch.bool, torch.int64):
+            masked.arguments["encoder_attention_mask"] = mask.to(dtype)
+            masked.check()
+
+
+def test_hooks_hide_keys_of_hunyuan_video(kernel, device):
+    """Hooks and wrappers of a block or an attention replace the mask, or write to it where tensors have no
+    versions. Later blocks see what was written."""
+    masked = Masked(kernel, device, "hunyuan_video")
+    for target in ("block", "attention", "both", "wrapped block"):
+        for way in random_masks.WAYS:
+            for which in (0, 1):  # the first block of one list, and the last of the other
+                undo = []
+                for model in masked.models:
+                    change = random_masks.Change(masked.family, way, 5)
+                    undo.append(
+                        random_masks.change_model(masked.family, model, target, change, which)
+                    )
+                masked.check(torch.inference_mode)
+                for function in undo:
+                    function()
+    assert lengths_and_biases(masked.injected, masked.arguments) == (4, 0)
+
+
+def test_replaced_methods_that_make_masks_of_z_image(kernel, device, monkeypatch):
+    """On the class and on the instance: users hide the padding of prompts."""
+    masked = Masked(kernel, device, "z_image", prompts=(70, 6))
+    cls = type(masked.plain)
+    if not hasattr(cls, "_build_unified_sequence"):
+        pytest.skip("this diffusers makes them in the forward")
+    make = cls._build_unified_sequence
+
+    def without_padding(*args, **kwargs):
+        tokens, freqs, mask, *rest = make(*args, **kwargs)
+        mask = mask.clone()
+        mask[:, 16:32] = False
+        return tokens, freqs, mask, *rest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "_build_unified_sequence", without_padding)
+        masked.check()
+    for model in masked.models:
+        model._build_unified_sequence = without_padding.__get__(model)
+    masked.check()
+    for model in masked.models:
+        del model._build_unified_sequence
+    assert lengths_and_biases(masked.injected, masked.arguments)[0] == 4
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_attention_with_another_mask(kernel, device):
+    """What is compiled in part may be given any mask."""
+    masked = Masked(kernel, device, "hunyuan_video")
+    attention, _, exact = (model.transformer_blocks[0].attn for model in masked.models)
+    tokens = [torch.randn(2, n, 128, device=device).bfloat16() for n in (6, 4)]
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1, 0], device=device).bool().expand(2, 1, 1, 10)
+    attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        outs = attention(*tokens, mask)
+        expected = exact(*[x.double() for x in tokens], mask)
+    for out, other in zip(outs, expected, strict=True):
+        assert (out.double() - other).norm() < 0.02 * other.norm()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks(kernel, device, seed):
+    """``tests/random_masks.py`` tries more."""
+    what, fault = random_masks.check(kernel, seed, device)
+    assert fault is None, f"{what}: {fault}"

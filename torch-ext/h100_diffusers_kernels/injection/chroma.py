@@ -147,7 +147,7 @@ def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
 
 
 def _read_product(mask: Tensor, text_length: int) -> dict[str, Any]:
-    key_bias = mask[:, 0, -1]  # the row of a token of the image
+    key_bias = mask[:, 0].diagonal(dim1=1, dim2=2).contiguous()  # the mask of the tokens
     if mask.dtype == torch.bool:
         return {"key_bias": key_bias.float().log_()}  # 0 for True, -inf for False
     return {"key_bias": key_bias, "is_unbiased": (key_bias[:, :text_length] == 0).unsqueeze(2)}

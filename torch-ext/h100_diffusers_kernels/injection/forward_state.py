@@ -27,7 +27,7 @@ class ForwardState:
     Attributes:
         shared: the values of ``Call.shared``.
         text_length: the number of tokens of the text, if a block has set it.
-        block_mask: the mask of known form that the current block gives its attention.
+        block_mask: the mask of a form that the model's own code ensures, which a block gives its attention.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
@@ -70,10 +70,9 @@ class ForwardState:
                     self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
         return self._successors
 
-    def set_mask(self, block: nn.Module, mask: Any) -> None:
-        """Called by a block whose mask has a form that the model's own code ensures, if the model calls the
-        block itself."""
-        self.block_mask = mask if id(block) in self._read_lists() else None
+    def calls(self, block: nn.Module) -> bool:
+        """Whether the model itself calls the block, and not a user's module."""
+        return id(block) in self._read_lists()
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Stores values for a block, computed from these arguments of its next call."""

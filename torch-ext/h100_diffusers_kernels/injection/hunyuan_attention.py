@@ -47,7 +47,7 @@ from .patch import Call
 
 def _attend(block: Any, call: Call, x: Any, c: Any, mask: Any, rope: Any) -> tuple[Tensor, Tensor]:
     if call.state is not None:
-        call.state.set_mask(block, mask)
+        call.state.block_mask = mask
     streams = {"hidden_states": x, "encoder_hidden_states": c}
     return block._modules["attn"](**streams, attention_mask=mask, image_rotary_emb=rope)
 

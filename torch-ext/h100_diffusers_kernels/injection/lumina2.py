@@ -77,7 +77,7 @@ def _block_forward(
     (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
     gate, scale_mlp, gate_mlp = rows[-3:] or (None,) * 3
     if rows and call.state is not None:  # blocks of the text have the user's mask
-        call.state.set_mask(self, attention_mask)
+        call.state.block_mask = attention_mask
     out = modules["attn"](
         hidden_states=normalized,
         encoder_hidden_states=normalized,

@@ -99,7 +99,7 @@ def _run(
     (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
     _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
     if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
-        call.state.set_mask(self, mask)
+        call.state.block_mask = mask
     out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
     modulation = (scale_mlp, None) if rows else ()
     branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
