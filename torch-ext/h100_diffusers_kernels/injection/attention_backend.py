@@ -63,7 +63,7 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
         return None
     mask = mask[:, 0, 0].expand(batch, keys)
     if mask.dtype == torch.bool:
-        return mask.to(torch.float32).log_()  # 0 for True, -inf for False
+        mask = mask.to(torch.float32).log_()  # 0 for True, -inf for False
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 

@@ -184,7 +184,7 @@ def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
     state = call.state
     if state is None:
         return None
-    call.is_bare = is_bare(call.stand_in.spec, block)
+    call.is_bare = state.calls(block) and is_bare(call.stand_in.spec, block)
     if not call.is_bare:
         state.distrust()  # hooks may have changed masks, or written to what was shared
     return state.take_over(block, arguments)
