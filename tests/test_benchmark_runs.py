@@ -22,6 +22,7 @@ import bench_accuracy
 import bench_attention
 import bench_cuda_graphs
 import bench_energy
+import bench_every_model
 import bench_fp8
 import bench_fp8_layers
 import bench_host
@@ -299,6 +300,32 @@ def test_summary_of_videos():
 def test_quality_is_compared_with_eager():
     result = CliRunner().invoke(bench_quality.main, ["--modes", "injected", "--device", "cpu"])
     assert result.exit_code == 2 and "the first mode must be eager" in result.output
+
+
+def test_every_model(result_of):
+    """A published model, both directions of an autoencoder, and a small model."""
+    result = result_of(bench_every_model, "--rounds", "1", "--only", "PRX|autoencoders kl")
+    entries = result["every_model"]
+    kinds = [("published", "forward"), *(("autoencoders", way) for way in ("decode", "encode"))]
+    assert [(e["group"], e["forward"]) for e in entries] == [*kinds, ("small", "forward")]
+    assert result["not_measured"] == {}
+    for entry in entries:
+        for kind in ("wall", "gpu"):
+            eager, injected = (entry[f"{kind}_ms"][mode] for mode in ("eager", "injected"))
+            assert entry[f"{kind}_speedup"] == eager / injected > 0
+    entries[1]["wall_speedup"], entries[3]["wall_speedup"] = 0.97, 0.96
+    entries[0]["wall_speedup"] = entries[2]["wall_speedup"] = 0.98
+    assert bench_every_model.slower(entries, "wall") == [entries[3], entries[1]]
+
+
+def test_wider_models_of_more_samples():
+    """Of almost every class; the others are measured as they are."""
+    config = bench_every_model.every_model.MODELS["PRXTransformer2DModel"].config
+    wider = {"hidden_size": 1024, "num_heads": 16}
+    assert bench_every_model._wider(config, 8) == wider
+    x, ids = torch.ones(2, 3), torch.ones(5, 3)
+    more = bench_every_model._more_samples({"x": [x], "ids": ids, "flag": True}, 4)
+    assert more["x"][0].shape == (8, 3) and more["ids"] is ids and more["flag"] is True
 
 
 def test_in_part(result_of, monkeypatch):

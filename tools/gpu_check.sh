@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
-# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [pipelines] [quality] [energy]
-# [host_forward] [graphs] [fp8_models] [parallel] [sequences]
+# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [quality]
+# [energy] [host_forward] [graphs] [fp8_models] [parallel] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -24,8 +24,8 @@ SEQUENCES=${SEQUENCES:-2500}
 FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
-STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part pipelines quality
-  energy host_forward graphs fp8_models parallel sequences)
+STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part every_model
+  pipelines quality energy host_forward graphs fp8_models parallel sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -87,6 +87,7 @@ step_block_timeline() { "$PYTHON" benchmarks/bench_block_timeline.py; }
 step_pipelines() { "$PYTHON" benchmarks/bench_pipelines.py; }
 step_quality() { "$PYTHON" benchmarks/bench_quality.py; }
 step_in_part() { "$PYTHON" benchmarks/bench_in_part.py; }
+step_every_model() { "$PYTHON" benchmarks/bench_every_model.py; }
 step_energy() { "$PYTHON" benchmarks/bench_energy.py; }
 step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
 
