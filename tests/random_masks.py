@@ -163,6 +163,7 @@ def arguments_of(family, device, dtype, rng, generator):
             continue
         own = mask_of(form, mask.shape[0], mask.shape[1], generator).to(device)
         if family.name == "chroma":
+            own = own.clone()
             own[:, TEXT_LENGTH:] = True
         if family.name == "mochi" or family.name.startswith("ltx"):
             own = own.clone()
