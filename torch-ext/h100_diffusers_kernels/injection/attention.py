@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import (
     ATTENTION_HEAD_DIMS,
+    an,
     attention_takes,
     dtype_name,
     is_differentiated,
@@ -37,7 +38,6 @@ from .attention_backend import (
     run_own_in_parallel,
     sdpa_of_tokens,
     sdpa_with_bias,
-    why_not_own_in_parallel,
 )
 from .checks import KnownFunction, class_name
 from .context_parallel import attend_in_parallel, config_of, wire_empty
@@ -118,16 +118,11 @@ class AttentionSpec(PatchSpec):
         if cls.__call__ is self.known.functions[0].function or self.is_other(module):
             return None
         processor = getattr(module, "processor", None)  # not in ``__dict__`` if it is a module
-        return f"its processor is a {class_name(processor)}, which is not the supported one"
+        return f"its processor is {an(class_name(processor))}, which is not the supported one"
 
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
-        return run_own_in_parallel(run, module, stand_in.injection.model(), self.splits_masks)
-
-    def why_not_own(self, stand_in: StandIn) -> str | None:
-        return why_not_own_in_parallel(
-            stand_in.module, stand_in.injection.model(), self.splits_masks
-        )
+        return run_own_in_parallel(run, stand_in)
 
     def is_other(self, module: Any) -> bool:
         """Whether the module has the other processor."""

@@ -135,32 +135,32 @@ def register_attention_backend() -> str:
     return BACKEND_NAME
 
 
-def why_not_own_in_parallel(module: Any, model: Any, splits_masks: bool = True) -> str | None:
-    """Why the own code of an attention cannot run: under the model's context parallelism it would attend to
-    other tokens than this package's."""
-    processor = getattr(module, "processor", None)
-    is_split = config_of(getattr(model, "_parallel_config", None)) is not None
-    if not is_split or (splits_masks and hasattr(processor, "_parallel_config")):
+def why_not_own_in_parallel(stand_in: Any) -> str | None:
+    """Why an attention's own code cannot run under its model's context parallelism: it would attend to other
+    tokens than this package's."""
+    processor = getattr(stand_in.module, "processor", None)
+    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    splits_masks = getattr(stand_in.spec, "splits_masks", True)
+    is_known = splits_masks and hasattr(processor, "_parallel_config")
+    if processor is None or config is None or is_known:
         return None
     reason = "attends to this rank's tokens only" if splits_masks else "does not split the mask"
-    return (
-        f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
-    )
+    return f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
 
 
-def run_own_in_parallel(run: Callable, module: Any, model: Any, splits_masks: bool = True) -> Any:
+def run_own_in_parallel(run: Callable, stand_in: Any) -> Any:
     """``run()``, the own code of an attention. Under context parallelism it runs on this package's attention,
     as on ranks that run the kernels.
 
     Raises:
         RuntimeError: if it would attend to other tokens than these ranks do.
     """
-    if config_of(getattr(model, "_parallel_config", None)) is None:
+    if config_of(getattr(stand_in.injection.model(), "_parallel_config", None)) is None:
         return run()
-    reason = why_not_own_in_parallel(module, model, splits_masks)
+    reason = why_not_own_in_parallel(stand_in)
     if reason is not None:
         raise RuntimeError(reason)
-    processor: Any = module.processor
+    processor: Any = stand_in.module.processor
     if processor._attention_backend is not None or not is_native(processor, True):
         return run()
     names = sys.modules[DISPATCH_MODULE].AttentionBackendName

@@ -55,7 +55,6 @@ from .attention_backend import (
     is_native,
     key_bias_of,
     run_own_in_parallel,
-    why_not_own_in_parallel,
 )
 from .checks import KnownFunction, is_plain
 from .context_parallel import config_of
@@ -362,10 +361,7 @@ class ProcessorSpec(PatchSpec):
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
         processor = module.processor
         is_split = getattr(processor, "_parallel_config", None) is not None
-        return run_own_in_parallel(run, module, stand_in.injection.model()) if is_split else run()
-
-    def why_not_own(self, stand_in: StandIn) -> str | None:
-        return why_not_own_in_parallel(stand_in.module, stand_in.injection.model())
+        return run_own_in_parallel(run, stand_in) if is_split else run()
 
     def why_left_alone(self, module: Any, injection: Injection) -> str | None:
         return None if injection.options["attention"] else NOT_WANTED

@@ -52,7 +52,7 @@ from .linears import (
     linears,
     plain_weights,
 )
-from .norms import gated_residual, norm_notes
+from .norms import apply_norm, gated_residual, norm_notes
 from .patch import Call
 
 _MODELS = "diffusers.models.transformers."
@@ -162,14 +162,6 @@ def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:
     return both[:, c_n.shape[1] :], both[:, : c_n.shape[1]]
 
 
-def _by_head(module: Any, name: str | None, x: Tensor) -> Tensor:
-    """``module.name(x)``, of (B, H, S, d) as the model passes it; x if there is no such norm."""
-    norm = module._modules.get(name)
-    if norm is None:
-        return x
-    return norm(x.unflatten(2, (module.heads, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
-
-
 def _attention_forward(
     self: Any,
     call: Call,
@@ -184,19 +176,19 @@ def _attention_forward(
         return NotImplemented
     if not inputs_taken(x, c):
         return call.refuse(x, c)
-    notes, norms = norm_notes(self, _QK_NORMS), _QK_NORMS
+    norms = ("", "") if norm_notes(self, _QK_NORMS) else _QK_NORMS  # no names: applied here
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
-    if not notes and plain_weights(x.dtype, *layers):
+    if norms is _QK_NORMS and plain_weights(x.dtype, *layers):
         each: list[Any] = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
-    elif not notes and are_fp8(*layers):
+    elif norms is _QK_NORMS and are_fp8(*layers):
         each = [tuple(linears(n, *layers)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
         joint = linears(concat_streams(call, c, x), *layers)
-        if notes:
-            call.fall_back(notes[0])
-            joint = [_by_head(self, name, y) for name, y in zip((*norms, None), joint)]
-            norms = ("", "")  # of no module
+        if norms is not _QK_NORMS:
+            by_head = [y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in joint[:2]]
+            pair = [apply_norm(call, self, name, y) for name, y in zip(_QK_NORMS, by_head)]
+            joint = [*(y.transpose(1, 2).flatten(2) for y in pair), joint[2]]
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     streams = [Stream(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]

@@ -71,11 +71,10 @@ def _split_of(module: Any) -> Callable:
 def _two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
     """Image and text enter the first block; the last linear layer gathers the image."""
     if INJECTION not in vars(model):
-        logger.warning(
-            "context_parallel_plan: call inject_kernels before the first forward: the own code of %s does "
-            "not support context parallelism",
-            type(model).__name__,
+        text = (
+            "context_parallel_plan: the own code of %s would be wrong: inject_kernels must follow"
         )
+        logger.warning(text, type(model).__name__)
     streams = ("hidden_states", "encoder_hidden_states")
     return {
         "transformer_blocks.0": {name: split(1, 3) for name in streams},

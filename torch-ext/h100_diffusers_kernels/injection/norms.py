@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import (
     PLAIN_TYPES,
+    an,
     is_differentiated,
     modulators_compatible,
     same_dtype_and_unit_stride,
@@ -116,7 +117,7 @@ def read_norm(
         if cls is known.cls:
             break
     else:
-        return f"is a {class_name(module)}"
+        return f"is {an(class_name(module))}"
     if not is_called and not is_plain(module, known):
         return why_not_plain(module, known)
     if known is _MODULATED:
@@ -158,15 +159,25 @@ def norm_notes(
     return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
 
 
+def known_norm(
+    call: Call | None, owner: Any, name: str, size: int, upcasts: Upcasts = Upcasts.NOWHERE
+) -> Norm | None:
+    """``read_norm`` of ``owner.name``; None, counted as a fallback, if the kernels cannot replace it."""
+    norm = read_norm(owner._modules.get(name), size, upcasts)
+    if not isinstance(norm, str):
+        return norm
+    if call is not None:
+        call.fall_back(f"{name} {norm}")
+    return None
+
+
 def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     """``owner.name(x)``; x if there is no such norm."""
     module = owner._modules.get(name)
     if module is None:
         return x
-    norm = read_norm(module, x.shape[-1])
-    if isinstance(norm, str):
-        call.fall_back(f"{name} {norm}")
-    elif same_dtype_and_unit_stride(x, *norm[1]):
+    norm = known_norm(call, owner, name, x.shape[-1])
+    if norm is not None and same_dtype_and_unit_stride(x, *norm[1]):
         kind, affine, eps = norm
         return NORM_OPERATIONS[kind, 0](x, *affine, eps)
     return module(x)
@@ -235,14 +246,10 @@ def norm_modulate(
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
-        results = [n] if not modulation else []
-        for scale, shift in zip(modulation[::2], modulation[1::2]):
-            results.append(modulated(n, scale, shift))
-        return tuple(
-            [result.to(x.dtype) for result in results]
-            if upcasts is Upcasts.TO_NEXT_LINEAR
-            else results
-        )
+        results = [modulated(n, *pair) for pair in zip(modulation[::2], modulation[1::2])] or [n]
+        if upcasts is Upcasts.TO_NEXT_LINEAR:
+            results = [result.to(x.dtype) for result in results]
+        return tuple(results)
     kind, affine, eps = norm
     if weights and not is_differentiated(x, *affine, *_operands(tables)):
         operation, results = _FP8_OPERATIONS[kind, 2 if modulation else 0], []
@@ -262,10 +269,7 @@ def chosen_norm_modulate(
     call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
 ) -> Tensor:
     """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
-    found = read_norm(owner._modules.get(name), x.shape[-1])
-    if isinstance(found, str):
-        call.fall_back(f"{name} {found}")
-    norm = None if isinstance(found, str) else found
+    norm = known_norm(call, owner, name, x.shape[-1])
     return norm_modulate(norm, owner, name, x, (scale, shift), Upcasts.NOWHERE)[0]
 
 
@@ -288,11 +292,7 @@ def residual_norm(
     tanh_gate and addend of ``gated_residual``.
     """
     if norm is None:
-        found = read_norm(owner._modules.get(name), residual.shape[-1], upcasts)
-        if not isinstance(found, str):
-            norm = found
-        elif call is not None:
-            call.fall_back(f"{name} {found}")
+        norm = known_norm(call, owner, name, residual.shape[-1], upcasts)
     parts: dict[str, Any] = {}
     if type(x) is not Tensor:
         x = waited(x)
@@ -436,10 +436,8 @@ def _read_branch(
             x = x + addend
     if x_norm is not None:
         owner, name = x_norm
-        norm = read_norm(owner._modules.get(name), x.shape[-1])
-        if isinstance(norm, str) and call is not None:
-            call.fall_back(f"{name} {norm}")
-        if not isinstance(norm, str) and norm[0] == RMS and is_alike:
+        norm = known_norm(call, owner, name, x.shape[-1])
+        if norm is not None and norm[0] == RMS and is_alike:
             (weight,) = norm[1]
             alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
             if alike(x, weight):
