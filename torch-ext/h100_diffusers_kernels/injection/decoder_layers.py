@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from .decoders import HUNYUAN, HUNYUAN15, QWEN, QWEN21, REFINER, WAN, Proxy
+from .norm_modules import PYTORCH_KEEPS_FORMAT
 from .patch import Call, ExactSpec
 
 _SHORT_DTYPES = (torch.bfloat16, torch.float16)
@@ -73,7 +74,15 @@ def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
     shape = list(x.shape)
     for dim, before, after in sides:
         shape[dim] += before + after
-    out = inner = x.new_empty(shape)
+    # In the memory format of PyTorch's result.
+    keeps_last = PYTORCH_KEEPS_FORMAT and not x.is_contiguous()
+    is_last = keeps_last and x.is_contiguous(memory_format=torch.channels_last_3d)
+    out = inner = torch.empty(
+        shape,
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last_3d if is_last else torch.contiguous_format,
+    )
     for dim, before, _ in sides:
         inner = inner.narrow(dim, before, x.shape[dim])
     inner.copy_(x)

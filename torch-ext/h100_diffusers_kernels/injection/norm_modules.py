@@ -7,6 +7,7 @@ PyTorch's derivatives. It also runs under torch.compile, where Inductor fuses it
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import (
     KERNEL_DEVICE_TYPE,
+    an,
     group_norm_takes,
     has_memory_format,
     is_differentiated,
@@ -40,6 +42,8 @@ def _apply_norm(
         The result; the reason why the kernels cannot compute it; or None if a derivative is requested.
     """
     kind, affine, eps = norm
+    if upcasts and x.dtype is torch.float32:
+        affine = tuple([tensor if tensor is None else tensor.float() for tensor in affine])
     others = (*rows, *affine)
     if is_differentiated(x, *others):
         return None
@@ -99,10 +103,28 @@ NORMS = tuple(
 # Group norm
 
 
+# Whether PyTorch's group norm keeps channels last. On a GPU its result is contiguous.
+PYTORCH_KEEPS_FORMAT = KERNEL_DEVICE_TYPE == "cpu"
+
+
+def _keeps_format(x: Tensor, is_inside: bool) -> bool:
+    """Whether a group norm's result has the memory format of x, and is not contiguous."""
+    if PYTORCH_KEEPS_FORMAT:  # unless the single sample's stride says otherwise
+        return x.dim() > 3 and x.stride(0) == max(x.stride())
+    return is_inside
+
+
 def apply_group_norm(
-    module: Any, x: Tensor, channel_bias: Tensor | None = None, activation: str = "none"
+    module: Any,
+    x: Tensor,
+    channel_bias: Tensor | None = None,
+    activation: str = "none",
+    is_inside: bool = False,
 ) -> Tensor | str | None:
     """A ``torch.nn.GroupNorm`` of x (B, C, ...) plus a bias (B, C).
+
+    The result has the memory format of PyTorch's. ``is_inside``: the caller does not return it; so it keeps
+    channels last also on a GPU, which saves cuDNN's copies.
 
     Returns:
         The result; the reason why the kernel cannot compute it; or None if the class's own forward raises or
@@ -121,7 +143,7 @@ def apply_group_norm(
     ):
         return None
     if not (x.is_contiguous() and kernels_take(x, weight, bias)):
-        if not has_memory_format(x):
+        if not (has_memory_format(x) and (x.stride(1) != 1 or _keeps_format(x, is_inside))):
             x = x.contiguous()  # as PyTorch's own group norm does
         if not group_norm_takes(x, weight, bias):
             return why_not_taken(x, weight, bias)
@@ -155,21 +177,30 @@ def apply_channel_norm(
     scale, shift = [row.reshape(shape) for row in rows] or (None, None)
     if not group_norm_takes(x, weight, bias, scale, shift, gaps=1):
         return why_not_taken(x, weight, bias, scale, shift)
-    return functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
+    out = functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
+    if 1 in x.shape and x.stride(1) == 1:
+        # Convolutions choose a memory format also by the strides of dimensions of size 1.
+        sizes = zip(x.shape, x.stride(), out.stride())
+        out = out.as_strided(x.shape, [own if size == 1 else new for size, own, new in sizes])
+    return out
 
 
-def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+def _group_norm_forward(
+    self: nn.Module, call: Call, *args: Any, is_inside: bool = False, **kwargs: Any
+) -> Tensor:
     out: Any = None
     if type(self) is not nn.GroupNorm:  # parametrized, for example
-        out = f"it is a {type(self).__name__} now"
+        out = f"it is {an(type(self).__name__)} now"
     elif len(args) == 1 and not kwargs:
-        out = apply_group_norm(self, *args)
+        out = apply_group_norm(self, *args, is_inside=is_inside)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
 _FUNCTIONS = ("torch.nn.functional:group_norm",)
-GROUP_NORM = ExactSpec(
-    "torch.nn:GroupNorm", _group_norm_forward, "group_norm", _FUNCTIONS, True, "self input"
+# Of any model, and of blocks that convert their results.
+GROUP_NORM, INNER_GROUP_NORM = (
+    ExactSpec("torch.nn:GroupNorm", forward, "group_norm", _FUNCTIONS, True, "self input")
+    for forward in (_group_norm_forward, partial(_group_norm_forward, is_inside=True))
 )
 
 

@@ -46,7 +46,7 @@ from .linears import (
     run_dropout,
     why_not_silu,
 )
-from .norm_modules import GROUP_NORM, apply_group_norm
+from .norm_modules import GROUP_NORM, INNER_GROUP_NORM, apply_group_norm
 from .norms import apply_norm, residual_norm
 from .patch import Call, ExactSpec, PatchSpec, bare_stand_in, is_bare
 
@@ -80,7 +80,7 @@ def _resnet_forward(
         return call.decline("it has no projection for the time embedding that it was given")
     if tracks_derivatives() and is_differentiated(input_tensor, temb, *self.parameters()):
         return NotImplemented
-    x: Any = apply_group_norm(self._modules["norm1"], input_tensor, activation="silu")
+    x: Any = apply_group_norm(self._modules["norm1"], input_tensor, None, "silu", is_inside=True)
     if not isinstance(x, Tensor):
         return call.decline(x)
     resample = self.downsample if self.upsample is None else self.upsample
@@ -143,7 +143,7 @@ def _second_norm(
         # Summed in float32: all pixels share this rounding error, so it would not average out.
         both = time if bias is None else bias if time is None else time.float() + bias
         both = both if both is None else both.expand(x.shape[:2])
-        out = apply_group_norm(self._modules["norm2"], x, both, activation="silu")
+        out = apply_group_norm(self._modules["norm2"], x, both, "silu", is_inside=True)
     if isinstance(out, Tensor):
         return out
     call.fall_back(out or "the kernel does not support its first convolution's result")
@@ -316,7 +316,10 @@ def _transformer_forward(
     ):
         call.is_counted = False
     else:
-        return run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
+        (out,) = run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
+        conv = getattr(call.stand_in.injection.model(), "conv_in", None)
+        # The class's result is contiguous, until a convolution whose weights have channels last.
+        return (out.contiguous() if conv is None or conv.weight.is_contiguous() else out,)
     others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
     return forward_with_state(self, call, hidden_states, **arguments, **others)
 
@@ -366,8 +369,9 @@ FAMILIES = (
             model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
             model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
             *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
-            *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
+            *(INNER_GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
         ),
         dict.fromkeys(_ONCE, COMPUTED_ONCE),
+        dict.fromkeys(("conv_norm_out", "base_conv_norm_out"), GROUP_NORM),
     ),
 )
