@@ -2,6 +2,7 @@
 with such a model."""
 
 import copy
+import functools
 import gc
 import logging
 import re
@@ -9,6 +10,7 @@ import sys
 import weakref
 
 import diffusers
+import peft
 import pytest
 import torch
 import torch._inductor.config as inductor
@@ -17,6 +19,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8_models
+import random_precision
 from adapters import add_lora
 from changes import offload
 from checks import relative_distance
@@ -235,7 +238,8 @@ def test_keep_with_adapters(kernel, device):
 def assert_unchanged(model):
     for module in model.modules():
         assert not is_quantized(module)
-        assert not {"forward", "fuse_lora", "merge", "unmerge"} & set(vars(module))
+        methods = {"forward", "fuse_lora", "load_lora_adapter", "add_adapter", "merge", "unmerge"}
+        assert not {"_apply", "fuse_qkv_projections", *methods} & set(vars(module))
         assert not any("h100" in name for name in vars(module))
 
 
@@ -277,7 +281,9 @@ def test_wrong_weights(kernel, device):
 def test_no_family(kernel, device):
     model = BY_NAME["pixart"].model(device, BFLOAT16)
     for given in (model, nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))):
-        sentence = r"^inject_kernels: precision=.fp8. needs a model that runs .* got an? \w+ without one$"
+        sentence = (
+            r"^inject_kernels: precision=.fp8. needs a model that runs .* got an? \w+ without one$"
+        )
         with pytest.raises(ValueError, match=sentence):
             kernel.inject_kernels(given, precision="fp8")
         assert_unchanged(given)
@@ -692,6 +698,336 @@ def test_fuse_copy(kernel, device, is_adapted_first, keep_originals):
         with pytest.raises(RuntimeError, match="fuse_lora: .*keep_originals was False"):
             model.fuse_lora()
     assert torch.equal(run(model, arguments), before)
+
+
+def weights(model):
+    """The weights and biases by name, those of adapters' layers without it; FP8 weights dequantized."""
+    return {
+        name.replace("base_layer.", ""): value.dequantize() if hasattr(value, "qdata") else value
+        for name, value in model.named_parameters()
+        if "lora_" not in name
+    }
+
+
+def assert_same_weights(model, plain, slack=0.0):
+    """Rounding to FP8 moves weights by 0.027 of their norm, other values by 0.3 and more."""
+    expected = weights(plain)
+    for name, value in weights(model).items():
+        assert value.dtype == expected[name].dtype, name
+        assert value.requires_grad == expected[name].requires_grad, name
+        if not torch.equal(value, expected[name]):
+            assert relative_distance(value, expected[name]) < slack, name
+
+
+def blocks_of(family):
+    """As few blocks as have quantized layers."""
+    return {} if family.name in BLOCKS else family.one_block
+
+
+def load_state(model, tuned):
+    model.load_state_dict(copy.deepcopy(tuned.state_dict()))
+
+
+def assign_state(model, tuned):
+    model.load_state_dict(copy.deepcopy(tuned.state_dict()), assign=True)
+
+
+def copy_values(model, tuned):
+    with torch.no_grad():
+        for parameter, source in zip(model.parameters(), tuned.parameters(), strict=True):
+            parameter.copy_(source)
+
+
+def swap_weights(model, tuned):
+    for layer, other in zip(model.modules(), tuned.modules(), strict=True):
+        if isinstance(layer, nn.Linear):
+            layer.weight, other.weight = other.weight, layer.weight
+            layer.bias, other.bias = other.bias, layer.bias
+
+
+def test_other_fp8_values(kernel, device, caplog):
+    """Weights that were loaded while the layers were quantized: a LoRA is fused into them, they stay."""
+    ways = (load_state, assign_state, copy_values, swap_weights)
+    for change, family in zip(ways, (LTX, FLUX, FLUX, FLUX), strict=True):
+        model, tuned = (model_of(family, device, seed=seed, **blocks_of(family)) for seed in (0, 1))
+        plain = copy.deepcopy(model)
+        change(plain, copy.deepcopy(tuned))
+        for each in (model, tuned):
+            kernel.inject_kernels(each, precision="fp8")
+        change(model, tuned)
+        assert_same_weights(model, plain, 0.04)
+        for each in (model, plain):
+            adapt(each, "one", family)
+            each.fuse_lora()
+        assert_same_weights(model, plain, 0.06)
+        for each in (model, plain):
+            unfuse(each)
+            each.unload_lora()
+        assert_same_weights(model, plain, 0.06)
+        kernel.eject_kernels(model)
+        assert_unchanged(model)
+        assert_same_weights(model, plain, 0.06)
+    names = quantized_names(tuned)  # with swapped weights, into which nothing was fused
+    with caplog.at_level(logging.INFO, logger="h100_diffusers_kernels"):
+        kernel.eject_kernels(tuned)
+    assert f"{len(names)} linear layers have the dequantized values" in caplog.text
+
+
+def add_by_peft(model, name, family):
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=family.lora_targets)
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(config, model, name)
+    model.requires_grad_(False)
+
+
+def test_unfused_after_ejection(kernel, device):
+    """Also a LoRA that was loaded while the layers were quantized."""
+    for order in ("before", "after", "by peft"):
+        model = model_of(FLUX, device, **FLUX.one_block)
+        plain = copy.deepcopy(model)
+        add = functools.partial(add_by_peft if order == "by peft" else adapt, family=FLUX)
+        if order == "before":
+            add(model, "one")
+        kernel.inject_kernels(model, precision="fp8")
+        if order != "before":
+            add(model, "one")
+        add(plain, "one")
+        for each in (model, plain):
+            each.fuse_lora()
+        kernel.eject_kernels(model)
+        assert_unchanged(model)
+        assert_same_weights(model, plain)
+        for each in (model, plain):
+            unfuse(each)
+        assert_same_weights(model, plain)
+        arguments = FLUX.inputs(device, BFLOAT16)
+        assert torch.equal(run(model, arguments), run(plain, arguments))
+        for each in (model, plain):  # it is an adapter as any other
+            each.fuse_lora()
+        assert_same_weights(model, plain)
+
+
+def flux_pipeline(transformer):
+    names = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.FluxPipeline(
+        scheduler=scheduler, transformer=transformer, **dict.fromkeys(names)
+    )
+
+
+def test_dtype_and_flags_follow(kernel, device):
+    """The weights after the ejection are those of a model that was never quantized."""
+
+    def in_inference_mode(model):
+        with torch.inference_mode():
+            model.half()
+
+    from_pipe = diffusers.FluxImg2ImgPipeline.from_pipe
+    changes = (
+        lambda model: model.half(),
+        lambda model: model.to(torch.float32),
+        lambda model: model.to(torch.float16).to(BFLOAT16),
+        in_inference_mode,
+        lambda model: from_pipe(flux_pipeline(model)),
+        lambda model: from_pipe(flux_pipeline(model), torch_dtype=torch.float16),
+        lambda model: model.requires_grad_(True),
+        lambda model: model.transformer_blocks[0].requires_grad_(False),
+        lambda model: model.transformer_blocks[0].half(),
+        lambda model: None,
+    )
+    for i, change in enumerate(changes):
+        model = model_of(FLUX, device, **FLUX.one_block).requires_grad_(i % 2 == 1)
+        plain = copy.deepcopy(model)
+        kernel.inject_kernels(model, precision="fp8")
+        model = copy.deepcopy(model) if i % 3 == 0 else model
+        change(plain)
+        change(model)
+        kernel.eject_kernels(model)
+        assert_unchanged(model)
+        assert_same_weights(model, plain, 1e-6)
+
+
+def test_fused_in_another_dtype(kernel, device):
+    model = model_of(LTX, device)
+    plain = copy.deepcopy(model)
+    kernel.inject_kernels(model, precision="fp8")
+    for each in (model, plain):
+        each.half()
+        adapt(each, "one")
+        each.fuse_lora()
+    kernel.eject_kernels(model)
+    assert_same_weights(model, plain)
+
+
+def states_of_lora(model, names, has_bias):
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape):
+        return 0.1 * torch.randn(shape, generator=generator)
+
+    states = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        states[f"{name}.lora_A.weight"] = values(4, layer.in_features)
+        states[f"{name}.lora_B.weight"] = values(layer.out_features, 4)
+        if has_bias:
+            states[f"{name}.lora_B.bias"] = values(layer.out_features)
+    return states
+
+
+ADAPTERS = {
+    "biases": lambda **k: peft.LoraConfig(r=4, lora_bias=True, init_lora_weights=False, **k),
+    "DoRA": lambda **k: peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, **k),
+    "OLoRA": lambda **k: peft.LoraConfig(r=4, init_lora_weights="olora", **k),
+    "OFT": lambda **k: peft.OFTConfig(r=0, oft_block_size=16, init_weights=False, **k),
+    "BOFT": lambda **k: peft.BOFTConfig(boft_block_size=8, init_weights=False, **k),
+}
+
+
+def test_other_adapters(kernel, device):
+    """peft refuses some on torchao's weights. Those that compute with a layer's weight get the original."""
+    arguments = FLUX.inputs(device, BFLOAT16, batch=8)
+    for kind, config in ADAPTERS.items():
+        for options in ({}, {"keep_originals": False}) if kind in ("biases", "BOFT") else ({},):
+            model = model_of(FLUX, device, **FLUX.one_block)
+            plain = copy.deepcopy(model)
+            report = kernel.inject_kernels(model, precision="fp8", **options)
+            for each in (model, plain):
+                torch.manual_seed(0)
+                each.add_adapter(config(target_modules=FLUX.lora_targets))
+                each.requires_grad_(False)
+            given_back = sum("not quantized any more" in str(c.fell_back) for c in report.calls)
+            assert given_back == len(report.quantized) - len(quantized_names(model))
+            assert (given_back > 0) == (kind == "BOFT")
+            assert_close(run(model, arguments), run(plain, arguments), 0.15)
+            kernel.eject_kernels(model)
+            if not options:
+                assert_unchanged(model)
+                assert torch.equal(run(model, arguments), run(plain, arguments))
+
+
+def test_adapters_that_read_weights(kernel, device):
+    """Their layers are not quantized."""
+    model = model_of(LTX, device)
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each.add_adapter(ADAPTERS["BOFT"](target_modules=r".*\.attn1\.to_q"))
+        each.requires_grad_(False)
+    report = kernel.inject_kernels(model, precision="fp8")
+    reasons = {e.name: e.reason for e in report.left_alone}
+    name = "transformer_blocks.2.attn1.to_q.base_layer"
+    assert reasons[name].endswith("peft.tuners.boft.layer.Linear computes with its weight")
+    assert report.quantized and name not in report.quantized
+    arguments = LTX.inputs(device, BFLOAT16, batch=4)
+    assert_close(run(model, arguments), run(plain, arguments), 0.15)
+
+
+def test_loaded_with_biases(kernel, device):
+    """By a pipeline, as the LoRAs of FLUX.1 Canny and Depth are. A load that fails changes nothing."""
+    model = model_of(FLUX, device, **FLUX.one_block)
+    plain = copy.deepcopy(model)
+    names = kernel.inject_kernels(model, precision="fp8").quantized
+    before = weights(model)
+    wrong = states_of_lora(plain, names, True)
+    wrong[f"{names[0]}.lora_B.weight"] = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_lora_adapter(wrong, prefix=None)
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert sorted(quantized_names(model)) == sorted(names)
+    states = states_of_lora(plain, names, True)
+    for each in (model, plain):
+        of_transformer = {f"transformer.{name}": value for name, value in states.items()}
+        flux_pipeline(each).load_lora_weights(of_transformer, adapter_name="one")
+        each.requires_grad_(False)
+    assert sorted(quantized_names(model)) == sorted(names)
+    arguments = FLUX.inputs(device, BFLOAT16, batch=4)
+    assert_close(run(model, arguments), run(plain, arguments), 0.1)
+    for each in (model, plain):
+        each.fuse_lora()
+    assert_close(run(model, arguments), run(plain, arguments), 0.1)
+    kernel.eject_kernels(model)
+    assert_same_weights(model, plain)
+
+
+def test_shared_layers(kernel, device):
+    """A layer, block or weight may occur twice. Each is quantized once, or not if one of its uses is not."""
+    for share in (
+        lambda blocks: setattr(blocks[1].attn, "to_q", blocks[0].attn.to_q),
+        lambda blocks: blocks.__setitem__(1, blocks[0]),
+        lambda blocks: setattr(blocks[1].attn.to_q, "weight", blocks[0].attn.to_q.weight),
+    ):
+        model = model_of(FLUX, device)
+        share(model.transformer_blocks)
+        plain, arguments = copy.deepcopy(model), FLUX.inputs(device, BFLOAT16, batch=4)
+        kernel.inject_kernels(model, precision="fp8")
+        first, second = (block.attn.to_q for block in model.transformer_blocks)
+        assert is_quantized(first) and first.weight is second.weight
+        assert_close(run(model, arguments), run(plain, arguments), 0.1)
+        kernel.eject_kernels(model)
+        assert first.weight is second.weight
+        assert torch.equal(run(model, arguments), run(plain, arguments))
+        kernel.inject_kernels(model, precision="fp8", keep=["transformer_blocks.1.attn.to_q"])
+        assert not is_quantized(first) and not is_quantized(second)
+        assert_close(run(model, arguments), run(plain, arguments), 0.1)
+
+
+def test_inference_mode(kernel, device):
+    """What was made in it can be changed outside of it, and the reverse."""
+    for inside in ("inject", "fuse", "unfuse", "eject"):
+        model = model_of(FLUX, device, **FLUX.one_block)
+        adapt(model, "one", FLUX)
+        plain = copy.deepcopy(model)
+
+        def do(step, act, *models, inside=inside):
+            with torch.inference_mode(step == inside):
+                for each in models:
+                    act(each)
+
+        do("inject", lambda m: kernel.inject_kernels(m, precision="fp8"), model)
+        do("fuse", lambda m: m.fuse_lora(), model, plain)
+        assert_same_weights(model, plain, 0.04)
+        do("unfuse", unfuse, model, plain)
+        do("eject", kernel.eject_kernels, model)
+        assert_same_weights(model, plain)
+        for each in (model, plain):
+            each.fuse_lora()
+        assert_same_weights(model, plain)
+
+
+def test_projections_fused_later(kernel, device):
+    """One sentence, and nothing is changed."""
+    model = model_of(FLUX, device, **FLUX.one_block)
+    kernel.inject_kernels(model, precision="fp8")
+    arguments = FLUX.inputs(device, BFLOAT16)
+    expected = run(model, arguments)
+    sentence = "fuse_qkv_projections: the layers are quantized, so call it before inject_kernels"
+    with pytest.raises(RuntimeError, match=f"^{sentence}"):
+        model.fuse_qkv_projections()
+    assert torch.equal(run(model, arguments), expected)
+    kernel.eject_kernels(model)
+    model.fuse_qkv_projections()
+
+
+def test_why_no_layer_is_quantized(kernel, device):
+    """One reason: of the layers in the table, if there are any."""
+    sentence = "inject_kernels: precision='fp8' needs a layer that can be quantized, got {}"
+    sentence = sentence.format("an LTXVideoTransformer3DModel without one: {}")
+    for options, blocks, reason in (
+        ({"keep": ["transformer_blocks"]}, 5, "keep names it"),
+        ({}, 4, "only fp8-fast quantizes it"),
+    ):
+        model = LTX.model(device, BFLOAT16, blocks=blocks, **KERNEL_HEADS)
+        with pytest.raises(ValueError) as raised:
+            kernel.inject_kernels(model, precision="fp8", **options)
+        assert str(raised.value) == sentence.format(reason)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_sequences(device, seed):
+    """More: ``python tests/random_precision.py``."""
+    steps, error, _ = random_precision.random_sequence(seed)
+    assert error is None, (steps, error)
 
 
 def test_fuse_in_a_pipeline(kernel, device):

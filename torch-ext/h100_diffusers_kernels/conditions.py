@@ -132,8 +132,9 @@ def has_memory_format(x: Tensor, gaps: int = 0) -> bool:
 
 
 def an(name: str) -> str:
-    """The name with its article."""
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    """A class's name with its article."""
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # abbreviations are spelled
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
 
 
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
