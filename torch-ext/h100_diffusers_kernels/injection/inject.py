@@ -233,9 +233,9 @@ def eject_kernels(pipe_or_model: Any) -> None:
     """Undoes :func:`inject_kernels`: each module gets back the forward that it had.
 
     A module whose forward was replaced by something else after the injection keeps that. Layers that the
-    injection quantized get back their weights, bit for bit and the same objects, on the device where they are
-    by then; with ``keep_originals=False`` they stay quantized, which is logged. Without an injection, nothing
-    happens.
+    injection quantized get back their weights, bit for bit and the same objects, on the device and in the
+    dtype that they would have by then; with ``keep_originals=False`` they stay quantized. Layers that got other
+    FP8 values get these, dequantized. Both is logged. Without an injection, nothing happens.
 
     Args:
         pipe_or_model: as for :func:`inject_kernels`.
