@@ -4,9 +4,8 @@ Attention is joint, with the image before the text. Only the image is rotated, a
 keys of the image are valid. The video models put the valid text first, so their mask is a number of keys for
 each sample. HunyuanImage may pass any mask of the text; it becomes a bias.
 
-Version 1.5 also masks the queries of the padding, with a mask (B, 1, S, S) that each block makes anew. Here
-these queries attend to the valid keys. Their results reach only hidden states of the padding: no valid query
-attends to these, and the model drops them with the rest of the text.
+Version 1.5 also masks the queries of the padding, with a mask (B, 1, S, S) that each block makes anew. A
+query without keys gets zeros.
 """
 
 from __future__ import annotations
@@ -128,6 +127,9 @@ def _attention_forward(
     if modules.get("add_q_proj") is not None:
         streams = project(call, self, x, c, rope, None)
         out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
+        if masks_text and mask is not None:
+            of_padding = call.shared("padding", mask, lambda m: ~m[:, 0, 0, length:, None])
+            c_out = c_out.masked_fill(of_padding, 0)
         return project_out(self, out, x), project_text_out(self, c_out, c)
     if rope is not None:
         extend = partial(_extended, count=c.shape[1])
