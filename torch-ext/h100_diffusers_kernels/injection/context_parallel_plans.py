@@ -51,21 +51,12 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
                 raise RuntimeError(
                     "context_parallel_plan: this diffusers has no context parallelism"
                 )
-            return make(model, _split_of(module), module.ContextParallelOutput)
+            return make(model, module.ContextParallelInput, module.ContextParallelOutput)
     names = ", ".join(path.partition(":")[2] for path in _PLANS)
     raise ValueError(
         f"context_parallel_plan: model must be a {names}, or have a plan of diffusers, got "
         f"{an(type(model).__name__)}"
     )
-
-
-def _split_of(module: Any) -> Callable:
-    def split(dim: int, dims: int, of_output: bool = False) -> Any:
-        return module.ContextParallelInput(
-            split_dim=dim, expected_dims=dims, split_output=of_output
-        )
-
-    return split
 
 
 def _two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
@@ -94,7 +85,7 @@ def _hunyuan_video(model: Any, split: Callable, gather: Callable) -> dict[str, A
             "context_parallel_plan: HunyuanVideo with image_condition_type 'token_replace' counts the "
             "tokens of the first frame, which ranks cannot split"
         )
-    tables = {i: split(0, 2, of_output=True) for i in range(2)}
+    tables = {i: split(0, 2, split_output=True) for i in range(2)}
     return {"rope": tables, **_two_streams(model, split, gather)}
 
 

@@ -206,11 +206,9 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
     """x of one sample for each sample of the others, modulators or tensors. The operations broadcast only
     modulators."""
     for other in others:
-        if type(other) is ChosenRows:
-            other = other.indices.unsqueeze(-1)
-        elif type(other) is tuple:
+        if type(other) in (tuple, ChosenRows):  # the embedding of a sum, or the indices
             other = other[1]
-        if other is not None and len(other.shape) == len(x.shape) and other.shape[0] != 1:
+        if other is not None and len(other.shape) > 1 and other.shape[0] != 1:
             return x.expand(other.shape[0], *x.shape[1:])
     return x
 

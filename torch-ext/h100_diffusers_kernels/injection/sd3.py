@@ -41,6 +41,7 @@ _SD3 = "diffusers.models.transformers.transformer_sd3"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
 _BLOCKS = "diffusers.models.attention"
 _ATTENTIONS = "diffusers.models.attention_processor"
+_NO_ROTATION: Any = None
 
 
 def _image_weights(block: Any, x: Tensor) -> Any:
@@ -130,15 +131,11 @@ def _attention_forward(
     streams = project(call, self, x, c, None, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
-        return project_out(self, attend_to_all(call, self, streams, _no_rotation, **options))
-    out, c_out = attend_jointly(call, self, streams, _no_rotation, **options)
+        return project_out(self, attend_to_all(call, self, streams, _NO_ROTATION, **options))
+    out, c_out = attend_jointly(call, self, streams, _NO_ROTATION, **options)
     if not self.context_pre_only:
         c_out = linear_per_sample(self._modules["to_add_out"], c_out)
     return project_out(self, out), c_out
-
-
-def _no_rotation(x: Tensor, rope: Any) -> Tensor:
-    raise AssertionError("there is no rotary embedding")
 
 
 _SPECS = (
