@@ -209,6 +209,22 @@ def test_hooks_hide_keys_of_hunyuan_video(kernel, device):
     assert lengths_and_biases(masked.injected, masked.arguments) == (4, 0)
 
 
+def test_padding_of_hunyuan_video15_attends_to_nothing(kernel, device):
+    """Hooks may let later blocks read it."""
+    masked = Masked(kernel, device, "hunyuan_video15")
+    texts = []
+    for model in (masked.injected, masked.exact):
+        hook = model.transformer_blocks[0].register_forward_hook(
+            lambda block, args, out: texts.append(out[1].double())
+        )
+        dtype = next(model.parameters()).dtype
+        run(model, masked.family.cast(masked.arguments, dtype))
+        hook.remove()
+    mine, exact = texts
+    for row, other in zip(mine.flatten(0, 1), exact.flatten(0, 1), strict=True):
+        assert (row - other).norm() < 0.05 * other.norm()
+
+
 def test_replaced_methods_that_make_masks_of_z_image(kernel, device, monkeypatch):
     """On the class and on the instance: users hide the padding of prompts."""
     masked = Masked(kernel, device, "z_image", prompts=(70, 6))
