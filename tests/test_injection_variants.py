@@ -402,3 +402,9 @@ def test_rows_of_more_samples(kernel, device):
         kernel.inject_kernels(model)
         given = one_sample_of(arguments, narrowed)
         assert_close(run(model, given), run(plain, given))
+    # Images of several samples are one image's tokens for one sample.
+    plain = COSMOS.model(device, img_context_dim_in=IMAGE_CHANNELS, img_context_dim_out=32)
+    model, _, _ = injected(kernel, plain)
+    given = with_image(COSMOS.inputs(device, batch=1, seed=4), 32)
+    given = {**COSMOS.inputs(device, batch=1, seed=4), **given}
+    assert_close(run(model, given), run(plain, given))

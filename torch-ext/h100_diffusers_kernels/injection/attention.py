@@ -34,7 +34,6 @@ from .attention_backend import (
     SDPA,
     is_native,
     key_bias_of,
-    keys_of,
     run_own_in_parallel,
     sdpa_of_tokens,
     sdpa_with_bias,
@@ -286,6 +285,7 @@ def attend(
                     result = _unbiased_first(result, query, key, value, is_unbiased, heads)
                 elif (
                     same_dtype_and_unit_stride(query, addend)
+                    and (addend is None or addend.shape == query.shape)
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
@@ -392,11 +392,11 @@ def _bias_of_keys(
         return valid.to(torch.float32).log_()
     if expand_mask is not None and mask.dtype == torch.bool:
         mask, expand_mask = expand_mask(mask), None
-    found = _key_bias(call, mask, keys_of(mask, key), expand_mask is not None)
+    found = _key_bias(call, mask, key, expand_mask is not None)
     if found is None:
         raise ValueError(
-            "context parallelism: a mask that differs between queries or heads cannot be split between "
-            f"ranks, got shape {tuple(mask.shape)}"
+            "context parallelism: a mask that differs between queries or heads, or is not of this rank's "
+            f"keys, cannot be split between ranks, got shape {tuple(mask.shape)}"
         )
     return found
 
@@ -413,19 +413,14 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
     return call.shared(("key bias", key.shape, key.dtype), mask, make)
 
 
-def key_lengths_of(
-    call: Call, given: Tensor, mask: Tensor, batch: int, keys: int
-) -> dict[str, Tensor]:
+def key_lengths_of(call: Call, given: Any, mask: Tensor, batch: int, keys: int) -> dict[str, Any]:
     """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, made from the one that
     the attention was ``given``. Only a known mask of a block surely has the valid keys before the padding."""
     is_prefix = call.state is not None and call.state.is_known_mask(given)
     if not is_prefix or mask.dtype != torch.bool or mask.shape != (batch, 1, 1, keys):
         return {}
-    return {"key_lengths": call.shared("key lengths", mask, _key_lengths)}
-
-
-def _key_lengths(mask: Tensor) -> Tensor:
-    return mask.flatten(1).sum(1, dtype=torch.int32)
+    lengths = call.shared("key lengths", mask, lambda m: m.flatten(1).sum(1, dtype=torch.int32))
+    return {"key_lengths": lengths}
 
 
 def _weights_of_part(

@@ -176,6 +176,7 @@ def _attention_forward(
     query, key = norm_and_rotate(call, self, norms, query, key, image_rotary_emb, *how)
     out = attend(call, self, query, key, value, mask, **options)
     if image is not None:
+        image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
         query, key, value = query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
         norms = ("q_img_norm", "k_img_norm")
         query, key = norm_and_rotate(call, self, norms, query, key, None, *how)
