@@ -125,14 +125,10 @@ def _product(call: Call, mask: Tensor | None) -> Tensor | None:
     """The mask (B, 1, S, S) that an attention is given, from that of the tokens (B, S). Blocks share it."""
     if mask is None:
         return None
-    product: Tensor = call.shared("product", mask, _product_of_tokens)
+    product: Tensor = call.shared("product", mask, lambda m: m[:, None, None] * m[:, None, :, None])
     if call.state is not None:
         call.state.block_mask = product
     return product
-
-
-def _product_of_tokens(mask: Tensor) -> Tensor:
-    return mask[:, None, None, :] * mask[:, None, :, None]
 
 
 def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:

@@ -31,9 +31,14 @@ class ForwardState:
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
-        self._model = model
-        self._block_lists = block_lists
-        self._successors: dict[int, Any] | None = None
+        self._successors: dict[int, Any] = {}  # the block after each block of a list, or None
+        for path in block_lists:
+            blocks: Any = model
+            for name in path.split("."):
+                blocks = None if blocks is None else blocks._modules.get(name)
+            if type(blocks) is nn.ModuleList:
+                each: list[Any] = list(blocks._modules.values())
+                self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
         self.shared: dict[Any, tuple[Any, int, Any]] = {}
@@ -54,25 +59,12 @@ class ForwardState:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""
         if not self._may_hand_over:
             return None
-        successor = self._read_lists().get(id(block))
+        successor = self._successors.get(id(block))
         return successor if successor is not None and is_bare(spec, successor) else None
-
-    def _read_lists(self) -> dict[int, Any]:
-        """The block after each block, or None."""
-        if self._successors is None:
-            self._successors = {}
-            for path in self._block_lists:
-                blocks: Any = self._model
-                for name in path.split("."):
-                    blocks = None if blocks is None else blocks._modules.get(name)
-                if type(blocks) is nn.ModuleList:
-                    each: list[Any] = list(blocks._modules.values())
-                    self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
-        return self._successors
 
     def calls(self, block: nn.Module) -> bool:
         """Whether the model itself calls the block, and not a user's module."""
-        return id(block) in self._read_lists()
+        return id(block) in self._successors
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Stores values for a block, computed from these arguments of its next call."""
