@@ -67,12 +67,6 @@ def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
     return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
-def keys_of(mask: Tensor, key: Tensor) -> Tensor:
-    """Keys for ``key_bias_of`` a mask that may be of another number of keys, which is refused later."""
-    count = mask.shape[-1:].numel()
-    return key if count == 1 else key.new_empty((key.shape[0], count, 0))
-
-
 def sdpa_of_tokens(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
@@ -195,9 +189,9 @@ def dispatched(
         reason = f"its scale is {scale}"
     bias = None
     if mask is not None and reason is None:
-        bias = key_bias_of(mask, key if config is None else keys_of(mask, key))
+        bias = key_bias_of(mask, key)
         if bias is None:
-            reason = "its mask differs between queries or heads"
+            reason = "its mask differs between queries or heads, or has another number of keys"
     if config is not None and (reason is not None or return_lse):
         reason = reason or "return_lse is True"
         raise ValueError(f"attention of {BACKEND_NAME!r} cannot be split between ranks: {reason}")
