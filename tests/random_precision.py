@@ -114,7 +114,9 @@ class Pair:
 
     def forward(self, rng):
         arguments = self.family.inputs("cpu", self.plain.dtype, seed=rng.randrange(9))
-        expected, out = run(self.plain, arguments), run(self.tested, arguments)
+        results = []
+        self.both(lambda model: results.append(run(model, arguments)))
+        expected, out = results
         error = relative_distance(out, expected)
         if expected.isfinite().all() and not error < 0.3:
             raise Difference(f"the result is {error:.3g} of its norm from the plain model's")
@@ -126,6 +128,7 @@ class Pair:
             kept = rng.random() < 0.85
             self.options = {"precision": rng.choice(["fp8", "fp8-fast"]), "keep_originals": kept}
             self.changes += not self.exact
+            self.dtype = self.plain.dtype
             self.exact = self.exact and kept
         try:
             self.kernel.inject_kernels(self.tested, **self.options)
@@ -195,13 +198,12 @@ class Pair:
         with torch.inference_mode(False):  # in which torchao's tensors have no state_dict
             plain = self.model(self.seed + 1)
             tested = copy.deepcopy(plain)
-            if self.options:
-                self.kernel.inject_kernels(tested, **self.options)
+            if self.options:  # torchao's tensors take values of their own first dtype alone
+                self.kernel.inject_kernels(tested.to(self.dtype), **self.options)
                 self.exact = False
             sources = [copy.deepcopy(m.to(self.plain.dtype).state_dict()) for m in (plain, tested)]
         assign = rng.random() < 0.5
-        for model, source in zip((self.plain, self.tested), sources, strict=True):
-            model.load_state_dict(source, assign=assign)
+        self.both(lambda m: m.load_state_dict(sources[m is self.tested], assign=assign))
         self.both(lambda model: model.requires_grad_(False))
 
     def swap(self, rng):
@@ -246,7 +248,9 @@ class Pair:
         self.conversions += self.plain.dtype != before
 
     def copy(self, rng):
-        self.plain, self.tested = copy.deepcopy(self.plain), copy.deepcopy(self.tested)
+        copies = []
+        self.both(lambda model: copies.append(copy.deepcopy(model)))
+        self.plain, self.tested = copies
 
     def train(self, rng):
         flag = rng.random() < 0.5

@@ -951,7 +951,7 @@ def test_loaded_with_biases(kernel, device):
 
 
 def test_shared_layers(kernel, device):
-    """A layer, block or weight may occur twice. Each is quantized once, or not if one of its uses is not."""
+    """A layer that occurs twice is quantized once, or not if a name of it is kept. A weight of two is not."""
     for share in (
         lambda blocks: setattr(blocks[1].attn, "to_q", blocks[0].attn.to_q),
         lambda blocks: blocks.__setitem__(1, blocks[0]),
@@ -962,7 +962,8 @@ def test_shared_layers(kernel, device):
         plain, arguments = copy.deepcopy(model), FLUX.inputs(device, BFLOAT16, batch=4)
         kernel.inject_kernels(model, precision="fp8")
         first, second = (block.attn.to_q for block in model.transformer_blocks)
-        assert is_quantized(first) and first.weight is second.weight
+        assert is_quantized(first) == (first is second) and first.weight is second.weight
+        assert is_quantized(model.transformer_blocks[1].attn.to_k)
         assert_close(run(model, arguments), run(plain, arguments), 0.1)
         kernel.eject_kernels(model)
         assert first.weight is second.weight

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import importlib
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,9 +31,11 @@ _AT_ONCE = 2**24
 # is for the rounding to 16 bits.
 _ROUNDING, _SMALLEST_STEP = 2**-4 + 2**-8, 2**-9
 # What becomes of quantized layers when the kernels are ejected.
-RESTORED = "have their original weights"
-DEQUANTIZED = "have the dequantized values of the FP8 weights that they were given since"
-STAY_QUANTIZED = "stay quantized, because keep_originals was False"
+_RESTORED = "have their original weights"
+_DEQUANTIZED = "have the dequantized values of the FP8 weights that they were given since"
+_STAY_QUANTIZED = "stay quantized, because keep_originals was False"
+
+logger = logging.getLogger("h100_diffusers_kernels")
 
 
 class Original:
@@ -138,26 +141,17 @@ def _to_host(values: Tensor) -> Tensor:
 
 @torch.inference_mode(False)  # the tensors outlive the mode
 def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) -> None:
-    """Quantizes the layers' weights, one after the other, and moves the originals to host memory.
-
-    Layers that share a weight share it afterwards.
-    """
-    made: dict[int, tuple[Original, nn.Parameter, Tensor]] = {}  # by the weight
+    """Quantizes the layers' weights, one after the other, and moves the originals to host memory."""
     for layer in layers:
         parameter: Any = layer.weight
-        if id(parameter) not in made:
-            values, flag = weight_values(layer), parameter.requires_grad
-            new, on_host = quantized(values), _to_host(values)
-            # With a hook that makes a new parameter for each call, the layer's own has no values.
-            original = Original(nn.Parameter(on_host, flag) if parameter.is_meta else parameter)
-            made[id(parameter)] = original, nn.Parameter(new, flag), on_host
-        original, weight, on_host = made[id(parameter)]
-        setattr(layer, _ORIGINAL, original)
+        values, flag = weight_values(layer), parameter.requires_grad
+        new, on_host = quantized(values), _to_host(values)
+        if parameter.is_meta:  # its hook makes a new parameter for each call
+            parameter = nn.Parameter(on_host, flag)
+        setattr(layer, _ORIGINAL, Original(parameter))
         layer._apply = Method(_apply, layer, "_apply")  # type: ignore[method-assign]
-        _set_weight(layer, weight)
-        # Last, so that a failure leaves it where it was.
-        assert original.parameter is not None
-        original.parameter.data = on_host
+        _set_weight(layer, nn.Parameter(new, flag))
+        parameter.data = on_host  # last, so that a failure leaves it where it was
 
 
 def let_go(layers: Iterable[nn.Linear]) -> None:
@@ -169,7 +163,7 @@ def let_go(layers: Iterable[nn.Linear]) -> None:
 
 
 @torch.inference_mode(False)
-def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> collections.Counter[str]:
+def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
     """Gives quantized layers their original weights, on the device where the layer's weight is.
 
     A layer whose weight was replaced keeps that, dequantized if it is an FP8 weight.
@@ -178,7 +172,7 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> collections
         all_of_them: whether layers whose original weights were let go get dequantized ones.
 
     Returns:
-        The number of layers by what became of them.
+        Whether there were any.
     """
     outcomes: collections.Counter[str] = collections.Counter()
     for module in modules:
@@ -188,7 +182,7 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> collections
             continue
         parameter = original.parameter
         if parameter is None and not all_of_them:
-            outcomes[STAY_QUANTIZED] += 1
+            outcomes[_STAY_QUANTIZED] += 1
             continue
         values, outcome = _current_values(module, original)
         outcomes[outcome] += 1
@@ -196,7 +190,10 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> collections
         parameter.data = values
         parameter.requires_grad_(module.weight.requires_grad)
         _set_weight(module, parameter)
-    return outcomes
+    for outcome, count in outcomes.items():
+        if outcome != _RESTORED:
+            logger.info("%s linear layers %s", count, outcome)
+    return bool(outcomes)
 
 
 def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, str]:
@@ -206,9 +203,9 @@ def _current_values(layer: Any, original: Original, on_host: bool = False) -> tu
     if parameter is not None:
         values = parameter.data if on_host or weight is None else parameter.data.to(weight.device)
         if weight is None or _is_quantization_of(values, weight, _sample(values, on_host)):
-            return values.to(original.dtype), RESTORED
+            return values.to(original.dtype), _RESTORED
     values = weight.dequantize(original.dtype)
-    return _to_host(values) if on_host else values, DEQUANTIZED
+    return _to_host(values) if on_host else values, _DEQUANTIZED
 
 
 def _sample(values: Tensor, is_small: bool = True) -> slice:

@@ -39,14 +39,7 @@ from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .fp8_weights import (
-    RESTORED,
-    let_go,
-    load_quantizer,
-    quantize,
-    renew_group_offloading,
-    restore,
-)
+from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
@@ -61,7 +54,7 @@ from .patch import (
     put_in,
     take_out,
 )
-from .precision import PRECISIONS, Chosen, choose_layers, has_quantized, unmatched, why_none
+from .precision import PRECISIONS, Chosen, choose_layers, unmatched, why_none
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
@@ -234,8 +227,8 @@ def eject_kernels(pipe_or_model: Any) -> None:
 
     A module whose forward was replaced by something else after the injection keeps that. Layers that the
     injection quantized get back their weights, bit for bit and the same objects, on the device and in the
-    dtype that they would have by then; with ``keep_originals=False`` they stay quantized. Layers that got other
-    FP8 values get these, dequantized. Both is logged. Without an injection, nothing happens.
+    dtype that they would have by then; with ``keep_originals=False`` they stay quantized. Layers that got
+    other FP8 values get these, dequantized. Both is logged. Without an injection, nothing happens.
 
     Args:
         pipe_or_model: as for :func:`inject_kernels`.
@@ -271,12 +264,8 @@ def _restore(model: nn.Module, modules: list[nn.Module]) -> None:
     """Gives modules of a model their forwards and their weights."""
     take_out(modules)
     unfollow_lora(modules)
-    outcomes = restore(modules)
-    if outcomes:
+    if restore(modules):
         renew_group_offloading(model)
-    for outcome, count in outcomes.items():
-        if outcome != RESTORED:
-            logger.info("eject_kernels: %s linear layers %s", count, outcome)
 
 
 def _plan(
@@ -453,10 +442,10 @@ def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]
             "inject_kernels: each name in keep must match a linear layer or a module around one, "
             f"got {pattern!r}"
         )
-    if not any(
-        plan.quantized or plan.is_in_place or has_quantized(plan.injection.report) for plan in known
-    ):
-        reason = why_none(plan.injection.report for plan in known)
+    if any(plan.quantized or plan.is_in_place for plan in known):
+        return
+    reason = why_none(plan.injection.report for plan in known)
+    if reason is not None:
         raise ValueError(
             f"inject_kernels: precision={precision!r} needs a layer that can be quantized, got "
             f"{an(type(pipe_or_model).__name__)} without one: {reason}"

@@ -179,6 +179,7 @@ def choose_layers(
     for name, public_name, layer in linear_layers(model):
         names_of.setdefault(layer, []).append((name, public_name))
     adapters = layers_that_adapters_read(model)
+    holders = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values())
     chosen = []
     for layer, names in names_of.items():
         reasons = [
@@ -188,6 +189,8 @@ def choose_layers(
             reasons.append("keep names it")
         if layer in adapters:
             reasons.append(f"{adapters[layer]} computes with its weight")
+        if holders[id(layer.weight)] > 1:
+            reasons.append("another module has its weight, too")
         reason = next(filter(None, [*reasons, _why_not_quantizable(layer)]), None)
         name = names[0][0]
         if reason is not None:
@@ -201,35 +204,17 @@ def choose_layers(
                 f"got {got} in {join(prefix, name)}"
             )
         chosen.append(Chosen(name, layer))
-    return _without_shared_weights(model, chosen, report)
+    return chosen
 
 
-def _without_shared_weights(
-    model: nn.Module, chosen: list[Chosen], report: InjectionReport
-) -> list[Chosen]:
-    """The chosen layers whose weights no other module has."""
-    others = set(model.modules()).difference(layer for _, layer in chosen)
-    weights = {id(parameter) for module in others for parameter in module._parameters.values()}
-    for name, layer in chosen:
-        if id(layer.weight) in weights:
-            report.leave(name, layer, f"{_NOT}another module has its weight, too")
-    return [each for each in chosen if id(each.layer.weight) not in weights]
-
-
-def has_quantized(report: InjectionReport) -> bool:
-    """Whether the model of the report had quantized layers before."""
-    return any(entry.reason == _ALREADY for entry in report.left_alone)
-
-
-def why_none(reports: Iterable[InjectionReport]) -> str:
-    """Why no layer is quantized: the most frequent reason, of layers in the table if there are any."""
-    reasons = collections.Counter(
-        entry.reason.removeprefix(_NOT)
-        for report in reports
-        for entry in report.left_alone
-        if entry.reason.startswith(_NOT)
-    )
+def why_none(reports: Iterable[InjectionReport]) -> str | None:
+    """Why no layer was quantized: the most frequent reason, of layers in the table if there are any. None if
+    some were quantized before."""
+    left_alone = [entry.reason for report in reports for entry in report.left_alone]
+    reasons = collections.Counter(r.removeprefix(_NOT) for r in left_alone if r.startswith(_NOT))
     of_table = (_NOT_IN_TABLE, _AT_END, _FAST_ONLY)
+    if _ALREADY in left_alone:
+        return None
     return max(reasons, key=lambda r: (r not in of_table, r != _NOT_IN_TABLE, reasons[r]))
 
 
