@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from changes import compile_blocks
+from families import FLUX, every_family, prepared
 from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair
 from ltx_models import calls_of, inputs, kernel_calls, operation_of, run
 
@@ -77,3 +79,61 @@ def test_no_value_is_read_back(kernel, mask):
         assert kernel_calls(run, model, arguments)["attention"] == 4
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ------------------------------------------------------------------------------------------------
+# Recompiles
+
+
+def graphs_over_sizes(family, model, device, sizes):
+    """The number of graphs of the compiled blocks after a forward with each of these options."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compile_blocks(family, model, fullgraph=True, backend=counter)
+    counts = []
+    for size in sizes:
+        run(model, family.inputs(device, seed=0, **size))
+        counts.append(counter.frame_count)
+    return counts
+
+
+SIZES = [{"tokens": 1}, {"tokens": 3, "text_length": 7}, {"tokens": 4, "text_length": 6}]
+
+
+@pytest.mark.slow
+@every_family
+@pytest.mark.drawn(times=0, period=5)
+def test_as_many_graphs_as_plain(kernel, device, family):
+    if family.name == "flux3":
+        pytest.skip("its text blocks are given one row for all tokens, which is another layout")
+    model, plain, _ = prepared(family, device, config=family.one_block)
+    kernel.inject_kernels(model)
+    sizes = [*SIZES, {"tokens": 2, "batch": 3}, {"tokens": 5, "batch": 4, "text_length": 8}]
+    expected = graphs_over_sizes(family, plain, device, sizes)
+    assert graphs_over_sizes(family, model, device, sizes) == expected
+
+
+def test_two_graphs_for_all_sizes(kernel, device):
+    """One for the first size, one for all others. The last has enough rows for matrix products that are
+    written in place outside of a compiler."""
+    model, _, _ = prepared(FLUX, device, config=FLUX.one_block)
+    kernel.inject_kernels(model)
+    counter = CompileCounterWithBackend("eager")
+    model.transformer_blocks[0].compile(fullgraph=True, backend=counter)
+    for size in (*SIZES[:2], {"tokens": 400, "text_length": 6}):
+        run(model, FLUX.inputs(device, seed=0, **size))
+    assert counter.frame_count == 2
+
+
+def test_classes_do_not_share_recompiles(kernel, device):
+    """Two classes of modules, one of which was given two sizes before."""
+    model, _, _ = pair(kernel, device)
+    embed, gelu = model.time_embed.emb.time_proj, model.transformer_blocks[0].ff.net[0]
+    counters, width = [], gelu.proj.in_features
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for module, shapes in ((embed, [(2,), (3,)]), (gelu, [(2, 4, width), (2, 5, width)])):
+            counters.append(CompileCounterWithBackend("eager"))
+            module.compile(fullgraph=True, backend=counters[-1])
+            for shape in shapes:
+                module(torch.ones(shape, device=device))
+    assert [counter.frame_count for counter in counters] == [2, 2]

@@ -5,14 +5,17 @@ import copy
 import accelerate
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import send_to_device
 from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from changes import offload
 from checks import relative_distance
-from families import FAMILIES, run
-from ltx_models import calls_of, computing, either_order, kernel_calls, prepared
+from families import FAMILIES, LTX, every_family, prepared, run
+from ltx_models import calls_of, computing, either_order, kernel_calls
+from ltx_models import prepared as prepared_ltx
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -32,7 +35,7 @@ OFFLOADING = [
 
 def test_context_parallelism_that_is_removed(kernel, mesh, device):
     """Its hooks shard the model's own tables; after it the fused operation runs again."""
-    model, arguments, expected = prepared(device)
+    model, arguments, expected = prepared_ltx(device)
     kernel.inject_kernels(model)
     config = ContextParallelConfig(ulysses_degree=2)
     config._flattened_mesh = mesh  # of one process
@@ -46,7 +49,7 @@ def test_context_parallelism_that_is_removed(kernel, mesh, device):
 @pytest.mark.parametrize(("kind", "config", "calls"), OFFLOADING)
 @either_order
 def test_what_stays_on_the_kernels(kernel, device, kind, config, calls, is_injected_first):
-    model, arguments, expected = prepared(device, model_config=config)
+    model, arguments, expected = prepared_ltx(device, model_config=config)
     if is_injected_first:
         kernel.inject_kernels(model)
     offload(model, kind, device)
@@ -97,3 +100,57 @@ def test_placed_by_a_device_map(kernel, device, tmp_path, name, kind, is_injecte
     kernel.eject_kernels(model)
     assert kernel_calls(run, model, arguments) == {}
     assert relative_distance(run(model, arguments), expected) < 1e-5
+
+
+def split(family, model, device):
+    """Moves the second block to another device, as accelerate does. Without a second one that is "meta",
+    and the block's results are ones."""
+    other = "cpu" if device == "cuda" else "meta"
+    block = family.part(model, "next_block").to(other)
+    hook = AlignDevicesHook(execution_device=other, io_same_device=other == "cpu")
+    add_hook_to_module(block, hook)
+
+    def as_ones(module, arguments, out):
+        assert all(tensor.device.type == other for tensor in pytree.tree_leaves(out))
+        return pytree.tree_map(lambda tensor: torch.ones_like(tensor, device=device), out)
+
+    if other == "meta":
+        block.register_forward_hook(as_ones)
+
+
+@every_family
+def test_blocks_on_two_devices(kernel, device, family):
+    if family.name == "mochi" and device == "cpu":
+        pytest.skip("its own code reads values, which meta tensors lack")
+    model, plain, arguments = prepared(family, device)
+    kernel.inject_kernels(model)
+    for each in (model, plain):
+        split(family, each, device)
+    expected = run(plain, arguments)
+    for _ in range(2):
+        assert relative_distance(run(model, arguments), expected) < 1e-5
+
+
+def test_coordinates_are_mapped_as_tables(kernel, device):
+    """Code that moves, casts or maps over a block's arguments gets what it gets of a tuple of tensors."""
+    model, plain, arguments = prepared(LTX, device)
+    kernel.inject_kernels(model)
+    given = []
+    for each in (model, plain):
+        hook = each.transformer_blocks[0].register_forward_pre_hook(
+            lambda module, args, kwargs: given.append(kwargs["image_rotary_emb"]), with_kwargs=True
+        )
+        run(each, arguments)
+        hook.remove()
+    coordinates, tables = given
+    assert coordinates.rope is not None  # not computed yet
+    assert send_to_device(coordinates, torch.device(device)) is coordinates
+    assert send_to_device(coordinates, "meta").rope.frequencies.is_meta
+    mapped = pytree.tree_map_only(torch.Tensor, lambda table: 2 * table, coordinates)
+    pairs = [(mapped, [2 * table for table in tables])]
+    pairs += [(coordinates.to(torch.float64), [table.double() for table in tables])]
+    for found, expected in pairs:
+        assert type(found) is tuple
+        for table, expected_table in zip(found, expected, strict=True):
+            assert table.dtype == expected_table.dtype
+            torch.testing.assert_close(table, expected_table)
