@@ -163,6 +163,22 @@ AUTOENCODERS = {
     ),
 }
 
+# Its decoder is a transformer, whose tokens are float32 in every dtype.
+MINIMAX_H3 = Autoencoder(
+    "AutoencoderKLMiniMaxH3",
+    {
+        "block_out_channels": (8,) * 6,
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "latent_channels": 4,
+        "decoder_num_layers": 2,
+        "decoder_num_attention_heads": 2,
+        "latents_mean": [0.0] * 4,
+        "latents_std": [1.0] * 4,
+    },
+    *((4, 7, 2, 3), (3, 17, 32, 48)),
+)
+
 
 def run(vae, arguments):
     """The latents' distribution of ``x``, and ``z`` decoded, as one row."""

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import sys
 
 import torch
 from torch.utils import _pytree as pytree
@@ -169,3 +170,11 @@ def on_kernels(report):
 def reasons_of(report):
     """The reason for each module that is left alone, by its name."""
     return {entry.name: entry.reason for entry in report.left_alone}
+
+
+def group_norm_of_a_gpu(kernel, monkeypatch):
+    """On a CPU, group norms return the memory formats of a GPU, where PyTorch's result is contiguous."""
+    own = torch.group_norm
+    monkeypatch.setattr(torch, "group_norm", lambda x, *args: own(x.contiguous(), *args))
+    module = sys.modules[f"{kernel.__name__}.injection.norm_modules"]
+    monkeypatch.setattr(module, "PYTORCH_KEEPS_FORMAT", False)

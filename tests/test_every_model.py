@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import render_support
 from checks import have_same_bits, relative_distance
 from every_model import CLASSES, FAMILY_OF, MODELS, WITHOUT
-from injected_pairs import assert_as_close_as_eager, on_kernels
+from injected_pairs import assert_as_close_as_eager, group_norm_of_a_gpu, on_kernels
 
 pytestmark = pytest.mark.usefixtures("_one_thread", "_quiet")
 
@@ -71,6 +71,7 @@ def assert_same_form(result, expected):
     assert form == expected_form
     for mine, other in zip(tensors, others, strict=True):
         assert (mine.dtype, mine.shape, mine.device) == (other.dtype, other.shape, other.device)
+        assert mine.stride() == other.stride()
 
 
 def assert_same(result, expected):
@@ -136,6 +137,33 @@ def test_injected_and_ejected(kernel, device, name):
     assert outcomes[BFLOAT16] == ({level}, level != "not at all")
     level = "not at all" if name in ONLY_ATTENTION else level
     assert outcomes[torch.float32] == ({level}, level != "not at all")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "is_as_on_a_gpu"),
+    [
+        ("UNet2DConditionModel", False),
+        ("UNet2DConditionModel", True),
+        ("ControlNetModel", True),
+    ],
+)
+def test_strides_of_results(kernel, device, name, is_as_on_a_gpu, monkeypatch):
+    """Weights and images with channels first or last."""
+    if is_as_on_a_gpu:
+        group_norm_of_a_gpu(kernel, monkeypatch)
+    for weights, images in itertools.product(
+        (torch.contiguous_format, torch.channels_last), repeat=2
+    ):
+        plain = MODELS[name].model(device, BFLOAT16).to(memory_format=weights)
+        arguments = MODELS[name].arguments(device, BFLOAT16)
+        given = {
+            key: x.contiguous(memory_format=images) if x.dim() == 4 else x
+            for key, x in arguments.items()
+        }
+        model = copy.deepcopy(plain)
+        kernel.inject_kernels(model)
+        assert_same_form(call(model, given), call(plain, given))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if LEVEL[name] == "not at all"])

@@ -22,12 +22,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
-from autoencoders import AUTOENCODERS, decode, encode, run
+from autoencoders import AUTOENCODERS, MINIMAX_H3, decode, encode, run
 from checks import relative_distance
 from injected_pairs import (
     SLACK,
     assert_as_close_as_eager,
     fallen_back,
+    group_norm_of_a_gpu,
     injected,
     on_kernels,
     outcome,
@@ -189,19 +190,43 @@ def test_groups_of_frames(kernel, device, small):
     assert fallen_back(report) == {}
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("name", "is_as_on_a_gpu"),
+    [("kl", False), ("kl", True), ("qwenimage", False), ("hunyuan15", False)],
+)
+def test_strides_of_results(kernel, device, name, is_as_on_a_gpu, monkeypatch):
+    """With one and two samples, weights in both memory formats, and tiles."""
+    small = AUTOENCODERS[name]
+    if is_as_on_a_gpu:
+        group_norm_of_a_gpu(kernel, monkeypatch)
+
+    def strides(vae, given):
+        time = (given["temb"],) if "temb" in given else ()
+        moments, sample = vae.encode(given["x"]).latent_dist, vae.decode(given["z"], *time).sample
+        return [x.stride() for x in (moments.parameters, moments.mode(), sample)]
+
+    for change in (None, last_format, _tile):
+        model, plain, _, arguments = pair(kernel, small, device, BFLOAT16, change)
+        for batch in (1, 2):
+            given = {name: x[:batch] for name, x in arguments.items()}
+            with torch.no_grad():
+                assert strides(model, given) == strides(plain, given), (change, batch)
+
+
+def last_format(vae):
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in vae.parameters():
+        if parameter.dim() in formats:
+            parameter.data = parameter.to(memory_format=formats[parameter.dim()])
+
+
 @pytest.mark.parametrize("is_injected_first", [True, False])
 @some("kl", "wan", "ltx", "hunyuan15")
 def test_channels_last(kernel, device, small, is_injected_first):
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats[1 + len(small.latent)]
-
-    def change(vae):
-        for parameter in vae.parameters():  # some have convolutions of both kinds
-            if parameter.dim() in formats:
-                parameter.data = parameter.contiguous(memory_format=formats[parameter.dim()])
-
+    memory_format = torch.channels_last if len(small.latent) == 3 else torch.channels_last_3d
     model, plain, report, arguments = pair(
-        kernel, small, device, FLOAT32, change, is_injected_first
+        kernel, small, device, FLOAT32, last_format, is_injected_first
     )
     arguments = {name: x.contiguous(memory_format=memory_format) for name, x in arguments.items()}
     assert_same(model, plain, arguments)
@@ -357,6 +382,24 @@ def test_offloading(kernel, device):
         for is_first in (True, False):
             model, plain, _, arguments = small_pair(kernel, "wan", device, change, is_first)
             assert_same(model, plain, arguments, decode)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("keeps_float32", [True, False])
+def test_float32_tokens(kernel, device, keeps_float32):
+    """Norms of float32 tokens run on the kernels, with weights of either dtype."""
+    plain = MINIMAX_H3.model(device)
+    kept = plain._keep_in_fp32_modules if keeps_float32 else ("encoder", "quant_conv")
+    for name, parameter in plain.named_parameters():
+        if not set(kept).intersection(name.split(".")):
+            parameter.data = parameter.data.to(BFLOAT16)
+    model, plain, report = injected(kernel, plain)
+
+    def make_arguments(dtype, seed):
+        return MINIMAX_H3.arguments(device, dtype, seed)
+
+    assert_as_close_as_eager(model, plain, make_arguments, 2, decode)
+    assert on_kernels(report)["RMSNorm"] and fallen_back(report) == {}
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
