@@ -152,9 +152,8 @@ def test_strides_of_results(kernel, device, name, is_as_on_a_gpu, monkeypatch):
     """Weights and images with channels first or last."""
     if is_as_on_a_gpu:
         group_norm_of_a_gpu(kernel, monkeypatch)
-    for weights, images in itertools.product(
-        (torch.contiguous_format, torch.channels_last), repeat=2
-    ):
+    first, last = torch.contiguous_format, torch.channels_last
+    for weights, images in ((last, first), (first, last), (last, last)):
         plain = MODELS[name].model(device, BFLOAT16).to(memory_format=weights)
         arguments = MODELS[name].arguments(device, BFLOAT16)
         given = {
