@@ -149,13 +149,12 @@ def run_own_in_parallel(run: Callable, stand_in: Any) -> Any:
     Raises:
         RuntimeError: if it would attend to other tokens than these ranks do.
     """
-    if config_of(getattr(stand_in.injection.model(), "_parallel_config", None)) is None:
-        return run()
     reason = why_not_own_in_parallel(stand_in)
     if reason is not None:
         raise RuntimeError(reason)
-    processor: Any = stand_in.module.processor
-    if processor._attention_backend is not None or not is_native(processor, True):
+    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    processor: Any = getattr(stand_in.module, "processor", None)
+    if config is None or processor._attention_backend is not None or not is_native(processor, True):
         return run()
     names = sys.modules[DISPATCH_MODULE].AttentionBackendName
     processor._attention_backend = names(register_attention_backend())

@@ -92,15 +92,9 @@ def _feed_forward_weights(block: Any, x: Tensor) -> Any:
     return feed_forward_weights(block._modules["ff"], x)
 
 
-_NORMS = {
-    "norm1": attn1_weights,
-    "norm2": _query_weights,
-    "norm3": _feed_forward_weights,
-}
-_FIRST, _SECOND, _THIRD = (
-    (partial(_prologue, name=name, weights_for=weights_for),)
-    for name, weights_for in _NORMS.items()
-)
+_FIRST = (partial(_prologue, name="norm1", weights_for=attn1_weights),)
+_SECOND = (partial(_prologue, name="norm2", weights_for=_query_weights),)
+_THIRD = (partial(_prologue, name="norm3", weights_for=_feed_forward_weights),)
 
 
 def _after(call: Call, block: Any, makers: Any, conditions: Any, *branch: Any) -> Any:

@@ -46,11 +46,7 @@ def _weights_for(block: Any, x: Tensor) -> Any:
 
 def _prologue(call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, i: int) -> Any:
     """Rows are shift, scale and gate of the i-th modulation, each (B, S, D)."""
-
-    def rows_of(modulation: Tensor) -> tuple:
-        return modulation.chunk(3, dim=-1)
-
-    rows = partial(call.shared, f"rows {i}", modulations[i], rows_of)
+    rows = partial(call.shared, f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
     return norm_prologue(call, block, "norm", ahead, rows, weights_for=_weights_for)
 
 
