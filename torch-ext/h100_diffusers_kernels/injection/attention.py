@@ -416,7 +416,8 @@ def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tenso
 def key_lengths_of(call: Call, given: Any, mask: Tensor, batch: int, keys: int) -> dict[str, Any]:
     """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, made from the one that
     the attention was ``given``. Only a known mask of a block surely has the valid keys before the padding."""
-    is_prefix = call.state is not None and call.state.is_known_mask(given)
+    state = call.state
+    is_prefix = state is not None and state.has_known_masks and given is state.block_mask
     if not is_prefix or mask.dtype != torch.bool or mask.shape != (batch, 1, 1, keys):
         return {}
     lengths = call.shared("key lengths", mask, lambda m: m.flatten(1).sum(1, dtype=torch.int32))

@@ -28,6 +28,7 @@ class ForwardState:
         shared: the values of ``Call.shared``.
         text_length: the number of tokens of the text, if a block has set it.
         block_mask: the mask of a form that the model's own code ensures, which a block gives its attention.
+        has_known_masks: False once users' code may have changed masks.
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
@@ -44,16 +45,12 @@ class ForwardState:
         self.shared: dict[Any, tuple[Any, int, Any]] = {}
         self.text_length: int | None = None
         self.block_mask: Any = None
-        self._has_known_masks = True
+        self.has_known_masks = True
 
     def distrust(self) -> None:
         """Called where hooks may change or write to what blocks share."""
         self.shared.clear()
-        self._has_known_masks = False
-
-    def is_known_mask(self, mask: Any) -> bool:
-        """Whether it is the current block's mask, and no hooks have seen masks."""
-        return self._has_known_masks and mask is self.block_mask
+        self.has_known_masks = False
 
     def successor(self, block: nn.Module, spec: PatchSpec) -> nn.Module | None:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""
