@@ -232,9 +232,9 @@ def test_modes_see_the_models_own_code(kernel, device, family, mode):
     is_changing = counts[1] and make_mode is not Flops
     assert not is_changing or not torch.equal(results[1], unlike)
     # A wrapped model's or block's own forward still calls what is in it.
-    reason = f"it runs within a {type(make_mode()).__name__}"
+    name = type(make_mode()).__name__
     assert all(entry.on_kernels == 0 for entry in report.calls)
-    is_said = any(reason in entry.fell_back for entry in report.calls)
+    is_said = any(name in reason for entry in report.calls for reason in entry.fell_back)
     assert is_said or make_mode is Flops  # which enters another mode
     assert is_on_kernels(model, arguments)
 
