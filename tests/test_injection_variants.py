@@ -343,6 +343,7 @@ def with_samples(arguments, batch):
     ]
 
 
+@pytest.mark.drawn(times=0, period=5)
 @every_family
 def test_batches_that_differ(kernel, device, family):
     """The plain model's values wherever it has some."""

@@ -244,7 +244,8 @@ def norm_modulate(
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
-        results = [modulated(n, *pair) for pair in zip(modulation[::2], modulation[1::2])] or [n]
+        pairs = zip(modulation[::2], modulation[1::2])
+        results: list[Any] = [modulated(n, *pair) for pair in pairs] or [n]
         if upcasts is Upcasts.TO_NEXT_LINEAR:
             results = [result.to(x.dtype) for result in results]
         return tuple(results)
