@@ -25,6 +25,7 @@ TEXT_LENGTH = 9
 FORMS = ("prefix", "left padded", "holes", "all", "one", "strided", "expanded")
 TARGETS = ("none", "none", "block", "attention", "both", "wrapped block", "model", "maker")
 WAYS = ("replace", "in place")
+PLAIN_RAISES = "plain raises"
 # Masks of the models' inputs that may have these dtypes. The other ones keep theirs.
 INTEGERS = {"hunyuan_video", "hunyuan_video15", "lumina2", "qwenimage", "mochi"}
 
@@ -204,36 +205,27 @@ def check(kernel, seed, device, only=None):
             continue
         if isinstance(out, str):
             return what, f"raises: {out}"
-        slack = 2 * (plain - exact).norm() + 16 * torch.finfo(dtype).eps / 32 * exact.norm()
+        slack = 2 * (plain - exact).norm() + torch.finfo(dtype).eps / 2 * exact.norm()
         if exact.isfinite().all() and not (out - exact).norm() <= slack:
             distances = [((x - exact).norm() / exact.norm()).item() for x in (plain, out)]
             return what, "to float64: plain {:.4f} injected {:.4f}".format(*distances)
-    return what, None if not isinstance(plain, str) else "both raise"
+    return what, PLAIN_RAISES if isinstance(plain, str) else None
 
 
-def main():
+def main(count=200, first=0):
     from conftest import load_kernel
 
-    count, first = (
-        (int(x) for x in [*sys.argv[1:3], 200, 0][:2])
-        if len(sys.argv) > 2
-        else (
-            int(sys.argv[1]) if len(sys.argv) > 1 else 200,
-            0,
-        )
-    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    found, raised = collections.Counter(), collections.Counter()
+    raised = collections.Counter()
     for seed in range(first, first + count):
         what, fault = check(load_kernel(), seed, device)
-        found[fault is None] += 1
-        if fault == "both raise":
+        if fault == PLAIN_RAISES:
             raised[what.split()[0]] += 1
         elif fault is not None:
             print(f"seed {seed}: {what}: {fault}", flush=True)
-    print(f"{count} cases, {sum(raised.values())} in which plain raises, too: {dict(raised)}")
+    print(f"{count} cases, {sum(raised.values())} in which plain raises: {dict(raised)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))
