@@ -404,7 +404,8 @@ def _bias_of_keys(
 def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
     """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
     (B, 1 or Sq, Sk) for the heads."""
-    if is_repeated and (mask.dim() != 3 or mask.dtype == torch.bool):
+    is_whole = mask.dim() == 3 and mask.shape[2] == key.shape[1]  # a shorter one would be padded
+    if is_repeated and (not is_whole or mask.dtype == torch.bool):
         return None
 
     def make(mask: Tensor) -> Tensor | None:
