@@ -208,8 +208,9 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
     for other in others:
         if type(other) in (tuple, ChosenRows):  # the embedding of a sum, or the indices
             other = other[1]
-        if other is not None and len(other.shape) > 1 and other.shape[0] != 1:
-            return x.expand(other.shape[0], *x.shape[1:])
+        shape = () if other is None else other.shape
+        if len(shape) > 1 and shape[0] != 1:
+            return x.expand(shape[0], *x.shape[1:])
     return x
 
 
@@ -240,7 +241,7 @@ def norm_modulate(
     # Without an upcast, operands of another dtype would change the result's.
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if x.shape[0] == 1:
-        x = _for_samples_of(x, *modulation)
+        x = _for_samples_of(x, *modulation[:1])
     tables, index = _tables(modulation)
     if norm is None or not alike(x, *norm[1], *_operands(tables)):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
@@ -296,7 +297,7 @@ def residual_norm(
     if type(x) is not Tensor:
         x = waited(x)
     if residual.shape[0] == 1:
-        residual = _for_samples_of(residual, x, gate, *modulation)
+        residual = _for_samples_of(residual, x, gate, *modulation[:1])
     if type(x) is Fp8Product:
         x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
         if is_sum:
