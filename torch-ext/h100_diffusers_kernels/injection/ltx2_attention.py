@@ -114,18 +114,11 @@ def _attention_forward(
 def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
     """The rotary embedding of this rank's tokens x. The plan of diffusers splits only the video's tables for
     self-attention, and only interleaved ones."""
-    if rope is None:
+    tensors = getattr(rope, "rope", None) or rope
+    if rope is None or tensors[0].shape[-2] == x.shape[1]:
         return rope
-    coordinates = rope.rope.coordinates if getattr(rope, "rope", None) is not None else None
-    length = rope[0].shape[-2] if coordinates is None else coordinates.shape[1]
-    if length == x.shape[1]:
-        return rope
-    which = rank_and_size(config)
-
-    def part(rope: Any) -> Any:
-        return rope.part(*which) if coordinates is not None else part_of_tables(rope, *which)
-
-    return call.shared(("rope of rank", x.shape[1], id(rope)), rope, part)
+    which, name = rank_and_size(config), ("rope of rank", x.shape[1], id(rope))
+    return call.shared(name, rope, lambda rope: part_of_tables(rope, *which))
 
 
 def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:

@@ -212,9 +212,7 @@ class Call:
 
     def shared(self, name: Any, x: Any, make: Callable[[Any], Any]) -> Any:
         """``make(x)``, computed once per forward of the model for all blocks that pass the same ``x``.
-
-        ``name``: any key. Text made from sizes would fix them in compiled code.
-        """
+        ``name`` may be a tuple. Text made of sizes would fix them in compiled code."""
         if self.state is None:
             return make(x)
         # A tensor's version changes with each write; inference tensors have none.
@@ -350,12 +348,9 @@ _stand_ins: weakref.WeakKeyDictionary[Any, StandIn] = weakref.WeakKeyDictionary(
 
 @functools.cache
 def _function_of(cls: Any, own_forward: Any) -> Callable:
-    """``cls.run`` with the signature, name and docstring of a class's forward.
-
-    Each forward has its own code object and name, by which torch.compile limits recompiles and finds dynamic
-    sizes.
-    """
+    """``cls.run`` with the signature, name and docstring of a class's forward."""
     run: Any = cls.run
+    # torch.compile limits recompiles by code object, and finds dynamic sizes by its name.
     code = run.__code__.replace(co_name=f"{own_forward.__module__}.{own_forward.__qualname__}")
     function: Any = FunctionType(code, run.__globals__, own_forward.__name__)
     functools.update_wrapper(function, own_forward, updated=())

@@ -46,13 +46,6 @@ class CoordinateTables(Sequence):
             self._tables, self.rope = (cos, sin), None
         return self._tables
 
-    def part(self, index: int, count: int) -> Any:
-        """The pair of the ``index``-th of ``count`` parts of the tokens."""
-        if self.rope is None:
-            return part_of_tables(self.tables(), index, count)
-        coordinates = self.rope.coordinates.tensor_split(count, dim=1)[index]
-        return self._of(self.rope._replace(coordinates=coordinates))
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """The pair moved or cast, as ``Tensor.to``. accelerate moves a block's arguments so."""
         if self.rope is not None:
@@ -60,10 +53,10 @@ class CoordinateTables(Sequence):
             if moved.coordinates is self.rope.coordinates:
                 return self
             if moved.coordinates.dtype == torch.float32:
-                return self._of(moved)
+                return self.with_rope(moved)
         return tuple(table.to(*args, **kwargs) for table in self.tables())
 
-    def _of(self, rope: CoordinateRope) -> CoordinateTables:
+    def with_rope(self, rope: CoordinateRope) -> CoordinateTables:
         return CoordinateTables(rope, self._batch, self._dim, self.heads)
 
     def __len__(self) -> int:
@@ -83,8 +76,12 @@ register_pytree_node(
 )
 
 
-def part_of_tables(tables: Sequence[Tensor], index: int, count: int) -> tuple[Tensor, ...]:
-    """The ``index``-th of ``count`` parts of tables (..., S, d)."""
+def part_of_tables(tables: Sequence[Tensor], index: int, count: int) -> Any:
+    """The ``index``-th of ``count`` parts of tables (..., S, d), which may be ``CoordinateTables``."""
+    if type(tables) is CoordinateTables and tables.rope is not None:
+        rope = tables.rope
+        coordinates = rope.coordinates.tensor_split(count, dim=1)[index]
+        return tables.with_rope(rope._replace(coordinates=coordinates))
     return tuple(table.tensor_split(count, dim=-2)[index] for table in tables)
 
 
