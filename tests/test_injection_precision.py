@@ -773,6 +773,19 @@ def test_other_fp8_values(kernel, device, caplog):
     assert f"{len(names)} linear layers have the dequantized values" in caplog.text
 
 
+def test_one_other_row(kernel, device):
+    """One row of each weight is replaced in FP8."""
+    model = model_of(FLUX, device, **FLUX.one_block)
+    plain = copy.deepcopy(model)
+    for name in kernel.inject_kernels(model, precision="fp8").quantized:
+        model.get_submodule(name).weight.scale[1].mul_(-1)
+        plain.get_submodule(name).weight.data[1].mul_(-1)
+    kernel.eject_kernels(model)
+    for name, value in plain.named_parameters():
+        row = model.get_parameter(name)[1]
+        assert torch.equal(row, value[1]) or relative_distance(row, value[1]) < 0.05, name
+
+
 def add_by_peft(model, name, family):
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=family.lora_targets)
     torch.manual_seed(0)
