@@ -54,7 +54,7 @@ from .patch import (
     put_in,
     take_out,
 )
-from .precision import PRECISIONS, Chosen, choose_layers, unmatched, why_none
+from .precision import PRECISIONS, choose_layers, unmatched, why_none
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
@@ -82,7 +82,7 @@ class _Plan(NamedTuple):
     model: nn.Module
     injection: Injection
     stand_ins: list[StandIn]
-    quantized: list[Chosen]
+    quantized: dict[str, Any]  # the layers by name
     is_in_place: bool = False
 
     @property
@@ -203,7 +203,7 @@ def inject_kernels(
     try:
         for plan in plans:
             if plan.quantized:
-                quantize((chosen.layer for chosen in plan.quantized), quantized)
+                quantize(plan.quantized.values(), quantized)
                 renew_group_offloading(plan.model)
                 follow_lora(plan.model)
             for stand_in in plan.stand_ins:
@@ -217,7 +217,7 @@ def inject_kernels(
                 _undo(plan.model, plan.injection)
         raise
     if not keep_originals:
-        let_go(chosen.layer for plan in plans for chosen in plan.quantized)
+        let_go(layer for plan in plans for layer in plan.quantized.values())
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
@@ -285,7 +285,7 @@ def _plan(
         changed = [key for key in compared if injection.options[key] != options[key]]
         if not changed:
             injection.report.model_name = name
-            return _Plan(model, injection, [], [], is_in_place=True)
+            return _Plan(model, injection, [], {}, is_in_place=True)
         before, now = (
             ", ".join(f"{key}={each[key]}" for key in changed)
             for each in (injection.options, options)
@@ -297,19 +297,19 @@ def _plan(
     injection = Injection(name, options, weakref.ref(model))
     report = injection.report
     stand_ins: list[StandIn] = []
-    plan = _Plan(model, injection, stand_ins, [])
+    plan = _Plan(model, injection, stand_ins, {})
     reason = why_unsupported()
     if reason is not None:
         report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL
         return plan
     if family is not None and options["precision"] is not None:
-        plan.quantized.extend(choose_layers(model, family.name, options, report))
-        report.quantized.extend(chosen.name for chosen in plan.quantized)
+        plan.quantized.update(choose_layers(model, family.name, options, report))
+        report.quantized.extend(plan.quantized)
     if family is None:
         specs = _specs_in_part(model)
     else:
-        specs = _specs_of_family(model, family, {id(chosen.layer) for chosen in plan.quantized})
+        specs = _specs_of_family(model, family, set(map(id, plan.quantized.values())))
     for module_name, module, spec in specs:
         stand_ins += _stand_ins(module_name, module, spec, injection)
         for path in () if family is None else getattr(spec, "inner", ()):

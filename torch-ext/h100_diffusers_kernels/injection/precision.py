@@ -153,17 +153,10 @@ LAYERS: dict[str, Layers] = {
 }
 
 
-class Chosen(NamedTuple):
-    """A layer that is quantized; ``name`` is its name in the model."""
-
-    name: str
-    layer: nn.Linear
-
-
 def choose_layers(
     model: nn.Module, family: str, options: dict[str, Any], report: InjectionReport
-) -> list[Chosen]:
-    """The layers to quantize. The report says why the others are left.
+) -> dict[str, nn.Linear]:
+    """The layers to quantize, by name. The report says why the others are left.
 
     Raises:
         ValueError: if weights are in another dtype, or on disk.
@@ -180,7 +173,7 @@ def choose_layers(
         names_of.setdefault(layer, []).append((name, public_name))
     adapters = layers_that_adapters_read(model)
     holders = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values())
-    chosen = []
+    chosen = {}
     for layer, names in names_of.items():
         reasons = [
             _why_not_in_table(model, public_name, table, precision) for _, public_name in names
@@ -203,7 +196,7 @@ def choose_layers(
                 f"inject_kernels: precision={precision!r} needs weights in bfloat16 or float16, "
                 f"got {got} in {join(prefix, name)}"
             )
-        chosen.append(Chosen(name, layer))
+        chosen[name] = layer
     return chosen
 
 
