@@ -243,9 +243,7 @@ def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
         if weights is not None:
             product = Fp8Product(quantized_rows(x), weights[layer])
             return product if is_branch else product.result()
-    if x.is_contiguous():
-        return linear(layer, x)
-    if not can_write_linear(layer, x):
+    if x.is_contiguous() or not can_write_linear(layer, x):
         return linear(layer, x.contiguous())
     out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
     write_linear(layer, x, out)

@@ -133,17 +133,16 @@ def _rope_forward(
     if is_double or tracks_derivatives() or is_wrapped(self):
         return NotImplemented
     grid = (num_frames, height, width, rope_interpolation_scale)
+    make = partial(_coordinates, self, hidden_states, grid, video_coords)
     if video_coords is None:
         bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
         key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
-        rope = cached(call, hidden_states, key, lambda: _coordinates(self, hidden_states, grid))
-    else:
-        rope = _coordinates(self, hidden_states, grid, video_coords)
-    return CoordinateTables(rope, hidden_states.size(0), self.dim)
+        make = partial(cached, call, hidden_states, key, make)
+    return CoordinateTables(make(), hidden_states.size(0), self.dim)
 
 
 def _coordinates(
-    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None = None
+    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
 ) -> CoordinateRope:
     """The model's own operations in its own order, so that each angle has the same bits."""
     *shape, scale = grid
