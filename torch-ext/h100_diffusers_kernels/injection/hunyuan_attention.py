@@ -117,6 +117,8 @@ def _attention_forward(
     options: dict[str, Any] = {}
     if mask is not None:
         if masks_text:
+            if mask.shape[0] != x.shape[0]:
+                return NotImplemented  # the model's own code raises
             mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
         config = context_parallel_of(call, self)
         if config is not None:
