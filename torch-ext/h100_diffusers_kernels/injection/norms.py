@@ -208,7 +208,7 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
     for other in others:
         if type(other) in (tuple, ChosenRows):  # the embedding of a sum, or the indices
             other = other[1]
-        shape = () if other is None else other.shape
+        shape: Any = () if other is None else other.shape
         if len(shape) > 1 and shape[0] != 1:
             return x.expand(shape[0], *x.shape[1:])
     return x
