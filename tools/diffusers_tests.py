@@ -116,7 +116,13 @@ def run(
         }
         # In both ways, so that both import the same modules.
         command = [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "--tb=line"]
-        command += ["-p", "no:cacheprovider", "-p", "no:warnings", "--continue-on-collection-errors"]
+        command += [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:warnings",
+            "--continue-on-collection-errors",
+        ]
         command += ["--numprocesses", str(processes)] if processes > 1 else []
         subprocess.run([*command, *more, *tests], cwd=folder, env=environment)
         if not path.exists():

@@ -56,7 +56,8 @@ def _causal_conv_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | Non
 
 def _padded_conv_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
     x = hidden_states
-    if self.pad_mode != "replicate" or tracks_derivatives():
+    is_last = PYTORCH_KEEPS_FORMAT and x.is_contiguous(memory_format=torch.channels_last_3d)
+    if self.pad_mode != "replicate" or tracks_derivatives() or (is_last and not x.is_contiguous()):
         return NotImplemented
     if not kernels_run_on(x):
         return call.decline(why_not_taken(x))
@@ -74,15 +75,7 @@ def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
     shape = list(x.shape)
     for dim, before, after in sides:
         shape[dim] += before + after
-    # In the memory format of PyTorch's result.
-    keeps_last = PYTORCH_KEEPS_FORMAT and not x.is_contiguous()
-    is_last = keeps_last and x.is_contiguous(memory_format=torch.channels_last_3d)
-    out = inner = torch.empty(
-        shape,
-        dtype=x.dtype,
-        device=x.device,
-        memory_format=torch.channels_last_3d if is_last else torch.contiguous_format,
-    )
+    out = inner = x.new_empty(shape)
     for dim, before, _ in sides:
         inner = inner.narrow(dim, before, x.shape[dim])
     inner.copy_(x)

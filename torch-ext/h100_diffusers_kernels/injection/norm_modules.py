@@ -7,7 +7,6 @@ PyTorch's derivatives. It also runs under torch.compile, where Inductor fuses it
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from .. import functional
 from ..conditions import (
     KERNEL_DEVICE_TYPE,
-    an,
     group_norm_takes,
     has_memory_format,
     is_differentiated,
@@ -25,8 +23,7 @@ from ..conditions import (
     modulators_compatible,
     why_not_taken,
 )
-from .checks import is_plain
-from .linears import SILU, linear
+from .linears import linear
 from .norms import NORM_OPERATIONS, Norm, Upcasts, norm_modulate, norm_notes, read_norm
 from .patch import Call, ExactSpec, Injection
 
@@ -107,11 +104,10 @@ NORMS = tuple(
 PYTORCH_KEEPS_FORMAT = KERNEL_DEVICE_TYPE == "cpu"
 
 
-def _keeps_format(x: Tensor, is_inside: bool) -> bool:
-    """Whether a group norm's result has the memory format of x, and is not contiguous."""
-    if PYTORCH_KEEPS_FORMAT:  # unless the single sample's stride says otherwise
-        return x.dim() > 3 and x.stride(0) == max(x.stride())
-    return is_inside
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether PyTorch takes x to have channels last, by the strides of dimensions of size 1, too."""
+    strides = [x.stride(0), *x.stride()[2:]]
+    return x.dim() > 3 and strides == sorted(strides, reverse=True)
 
 
 def apply_group_norm(
@@ -130,10 +126,7 @@ def apply_group_norm(
         The result; the reason why the kernel cannot compute it; or None if the class's own forward raises or
         a derivative is requested.
     """
-    # Sharding replaces parameters with plain tensors.
-    is_sharded = "weight" not in module._parameters
-    parameters = module.__dict__ if is_sharded else module._parameters
-    weight, bias, groups = parameters.get("weight"), parameters.get("bias"), module.num_groups
+    weight, bias, groups = module.weight, module.bias, module.num_groups
     if (
         x.dim() < 2
         or x.shape[1] % groups
@@ -143,7 +136,8 @@ def apply_group_norm(
     ):
         return None
     if not (x.is_contiguous() and kernels_take(x, weight, bias)):
-        if not (has_memory_format(x) and (x.stride(1) != 1 or _keeps_format(x, is_inside))):
+        keeps_last = _is_channels_last(x) if PYTORCH_KEEPS_FORMAT else is_inside
+        if not (has_memory_format(x) and (x.stride(1) != 1 or keeps_last)):
             x = x.contiguous()  # as PyTorch's own group norm does
         if not group_norm_takes(x, weight, bias):
             return why_not_taken(x, weight, bias)
@@ -172,35 +166,26 @@ def apply_channel_norm(
         return f"it was given a tensor of {x.dim()} dimensions"
     if any(row.shape[:2] != shape or row.numel() != shape.numel() for row in rows):
         return "the kernel does not support its modulation's shape"
-    if not has_memory_format(x, gaps=1):
+    if not (has_memory_format(x, gaps=1) and (x.stride(1) != 1 or _is_channels_last(x))):
         x = x.contiguous()
     scale, shift = [row.reshape(shape) for row in rows] or (None, None)
     if not group_norm_takes(x, weight, bias, scale, shift, gaps=1):
         return why_not_taken(x, weight, bias, scale, shift)
-    out = functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
-    if 1 in x.shape and x.stride(1) == 1:
-        # Convolutions choose a memory format also by the strides of dimensions of size 1.
-        sizes = zip(x.shape, x.stride(), out.stride())
-        out = out.as_strided(x.shape, [own if size == 1 else new for size, own, new in sizes])
-    return out
+    return functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
 
 
-def _group_norm_forward(
-    self: nn.Module, call: Call, *args: Any, is_inside: bool = False, **kwargs: Any
-) -> Tensor:
+def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     out: Any = None
     if type(self) is not nn.GroupNorm:  # parametrized, for example
-        out = f"it is {an(type(self).__name__)} now"
+        out = f"it is a {type(self).__name__} now"
     elif len(args) == 1 and not kwargs:
-        out = apply_group_norm(self, *args, is_inside=is_inside)
+        out = apply_group_norm(self, *args, is_inside=call.state is not None)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
 _FUNCTIONS = ("torch.nn.functional:group_norm",)
-# Of any model, and of blocks that convert their results.
-GROUP_NORM, INNER_GROUP_NORM = (
-    ExactSpec("torch.nn:GroupNorm", forward, "group_norm", _FUNCTIONS, True, "self input")
-    for forward in (_group_norm_forward, partial(_group_norm_forward, is_inside=True))
+GROUP_NORM = ExactSpec(
+    "torch.nn:GroupNorm", _group_norm_forward, "group_norm", _FUNCTIONS, True, "self input"
 )
 
 
@@ -269,25 +254,18 @@ def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
     """All rows of a modulation, concatenated: (B, N * D), with Cosmos also (B, S, N * D)."""
     modules = self._modules
     if "embedded_timestep" in given:  # Cosmos
-        activated = _activated(modules["activation"], given["embedded_timestep"])
+        activated = modules["activation"](given["embedded_timestep"])
         rows = linear(modules["linear_2"], linear(modules["linear_1"], activated))
         temb = given.get("temb")
         return rows if temb is None else rows + temb[..., : rows.shape[-1]]
     if "conditioning_embedding" in given:  # AdaLayerNormContinuous
-        activated = _activated(modules["silu"], given["conditioning_embedding"])
+        activated = modules["silu"](given["conditioning_embedding"])
         return linear(modules["linear"], activated.to(given["x"].dtype))
     emb: Any = given["temb"] if "temb" in given else given.get("emb")
     if modules.get("emb") is not None:  # AdaLayerNormZero
         labels = given.get("timestep"), given.get("class_labels")
         emb = modules["emb"](*labels, hidden_dtype=given.get("hidden_dtype"))
-    return linear(modules["linear"], _activated(modules["silu"], emb) if "silu" in modules else emb)
-
-
-def _activated(activation: Any, x: Tensor) -> Tensor:
-    """``activation(x)``, without a module call if it is a plain ``torch.nn.SiLU``."""
-    if is_plain(activation, SILU) and not activation.inplace:
-        return torch.nn.functional.silu(x)
-    return activation(x)
+    return linear(modules["linear"], modules["silu"](emb) if "silu" in modules else emb)
 
 
 def modulated(

@@ -46,7 +46,7 @@ from .linears import (
     run_dropout,
     why_not_silu,
 )
-from .norm_modules import GROUP_NORM, INNER_GROUP_NORM, apply_group_norm
+from .norm_modules import GROUP_NORM, apply_group_norm
 from .norms import apply_norm, residual_norm
 from .patch import Call, ExactSpec, PatchSpec, bare_stand_in, is_bare
 
@@ -317,9 +317,10 @@ def _transformer_forward(
         call.is_counted = False
     else:
         (out,) = run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
+        # The class's result is contiguous. Convolutions whose weights have channels last convert it.
         conv = getattr(call.stand_in.injection.model(), "conv_in", None)
-        # The class's result is contiguous, until a convolution whose weights have channels last.
-        return (out.contiguous() if conv is None or conv.weight.is_contiguous() else out,)
+        is_last = isinstance(conv, nn.Conv2d) and not conv.weight.is_contiguous()
+        return (out if is_last else out.contiguous(),)
     others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
     return forward_with_state(self, call, hidden_states, **arguments, **others)
 
@@ -369,9 +370,8 @@ FAMILIES = (
             model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
             model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
             *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
-            *(INNER_GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
+            *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
         ),
         dict.fromkeys(_ONCE, COMPUTED_ONCE),
-        dict.fromkeys(("conv_norm_out", "base_conv_norm_out"), GROUP_NORM),
     ),
 )
