@@ -70,8 +70,7 @@ def _single_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     text_length = c.shape[1]
-    x, begun = begin_joint(call, self, SINGLE_PROLOGUES[0], c, x, (temb,))
-    (normalized,), (_, _, gate) = begun
+    x, ((normalized,), (_, _, gate)) = begin_joint(call, self, SINGLE_PROLOGUES[0], c, x, (temb,))
     modules = self._modules
     mlp = (modules["proj_mlp"], modules["act_mlp"])
     mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
@@ -82,14 +81,13 @@ def _single_block_forward(
     )
     out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
     branch = ResidualBranch(x, out, gate)
-    hands_over = x.dtype != torch.float16
 
     def as_returned(results: Any) -> tuple[Tensor, Tensor]:
         x = clip_to_float16(results[0])
         # Views that may be written to, unlike those of `split`.
         return x[:, :text_length], x[:, text_length:]
 
-    how: dict[str, Any] = {"hands_over": hands_over, "as_returned": as_returned}
+    how: dict[str, Any] = {"hands_over": x.dtype != torch.float16, "as_returned": as_returned}
     return finish(call, self, SINGLE_PROLOGUES, (branch,), (temb,), **how)  # type: ignore[return-value]
 
 

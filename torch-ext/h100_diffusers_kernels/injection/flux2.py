@@ -125,8 +125,7 @@ def _single_block_forward(
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    (begun,) = begin(call, self, _SINGLE, (x,), (temb_mod,))
-    (normalized,), (_, _, gate) = begun
+    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb_mod,))
     attention_out = self._modules["attn"](
         hidden_states=normalized,
         image_rotary_emb=image_rotary_emb,

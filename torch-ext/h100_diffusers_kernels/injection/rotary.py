@@ -31,12 +31,11 @@ class CoordinateTables(Sequence):
         self._batch = batch
         self._dim = dim
         self.heads = heads
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables: Any = None
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        if self._tables is None:
-            rope: Any = self.rope
-            cos, sin = rope.tables(self._dim)
+        if self.rope is not None:
+            cos, sin = self.rope.tables(self._dim)
             # A write to an expanded table would change all samples.
             if cos.shape[0] != self._batch:
                 cos, sin = (t.expand(self._batch, -1, -1).contiguous() for t in (cos, sin))
