@@ -155,7 +155,8 @@ class Pair:
             layers = {
                 name: layer
                 for name, layer in self.plain.named_modules()
-                if isinstance(layer, nn.Linear) and "block" in name
+                if isinstance(layer, nn.Linear)
+                and name.partition(".")[0].endswith(("blocks", "layers"))
             }
             states, has_bias = {}, rng.random() < 0.5
             generator = torch.Generator().manual_seed(rng.randrange(9))
