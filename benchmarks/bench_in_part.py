@@ -80,7 +80,7 @@ class Published:
         return self.module.transformer(device, DTYPE, is_tiny)
 
     def arguments(self, model: Any, device: torch.device, is_tiny: bool) -> dict[str, object]:
-        (size,) = self.module.TINY_SIZES if is_tiny else self.module.SIZES
+        size, *_ = self.module.TINY_SIZES if is_tiny else self.module.SIZES
         return self.module.inputs(model, size, device, DTYPE)
 
 
