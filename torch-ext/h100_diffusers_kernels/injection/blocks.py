@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..conditions import an
 from .attention import (
     concat_streams,
     concat_view,
@@ -320,7 +321,7 @@ def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
         if cls is known.cls:
             break
     else:
-        return f"is a {class_name(module)}"
+        return f"is {an(class_name(module))}"
     if not is_plain(module, known):
         return why_not_plain(module, known)
     modules = module._modules
