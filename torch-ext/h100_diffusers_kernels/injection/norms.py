@@ -46,30 +46,20 @@ NORM_KINDS = (
     (_KREA2, RMS),
     (_MODULATED, RMS),
 )
-# The operation for each kind of norm and number of scales and shifts.
-NORM_OPERATIONS: dict[tuple[str, int], Any] = {
-    (RMS, 0): functional.rms_norm,
-    (RMS, 2): functional.rms_norm_modulate,
-    (LAYER, 0): functional.layer_norm,
-    (LAYER, 2): functional.layer_norm_modulate,
-    (LAYER, 4): functional.layer_norm_modulate_pair,
-}
-_RESIDUAL_OPERATIONS: dict[tuple[str, int], Any] = {
-    (RMS, 2): functional.gated_residual_rms_norm_modulate,
-    (LAYER, 2): functional.gated_residual_layer_norm_modulate,
-    (LAYER, 4): functional.gated_residual_layer_norm_modulate_pair,
-}
 
-_FP8_OPERATIONS: dict[tuple[str, int], Any] = {
-    (RMS, 0): functional.rms_norm_fp8,
-    (RMS, 2): functional.rms_norm_modulate_fp8,
-    (LAYER, 0): functional.layer_norm_fp8,
-    (LAYER, 2): functional.layer_norm_modulate_fp8,
-}
-_FP8_RESIDUAL_OPERATIONS: dict[str, Any] = {
-    RMS: functional.gated_residual_rms_norm_modulate_fp8,
-    LAYER: functional.gated_residual_layer_norm_modulate_fp8,
-}
+
+def _operations(beginning: str, ending: str = "") -> dict[tuple[str, int], Any]:
+    """The operations named so, such as ``rms_norm_modulate``, for each kind of norm and number of scales and
+    shifts."""
+    forms = {0: "norm", 2: "norm_modulate", 4: "norm_modulate_pair"}
+    keys = [(kind, count) for kind in (RMS, LAYER) for count in forms]
+    names = {key: f"{beginning}{key[0]}_{forms[key[1]]}{ending}" for key in keys}
+    return {k: getattr(functional, name) for k, name in names.items() if hasattr(functional, name)}
+
+
+NORM_OPERATIONS, _FP8_OPERATIONS = _operations(""), _operations("", "_fp8")
+_RESIDUAL_OPERATIONS = _operations("gated_residual_")
+_FP8_RESIDUAL_OPERATIONS = _operations("gated_residual_", "_fp8")
 
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
@@ -294,12 +284,10 @@ def residual_norm(
     if norm is None:
         norm = known_norm(call, owner, name, residual.shape[-1], upcasts)
     parts: dict[str, Any] = {}
-    if type(x) is not Tensor:
-        x = waited(x)
     if residual.shape[0] == 1:
         residual = _for_samples_of(residual, x, gate, *modulation[:1])
-    if type(x) is Fp8Product:
-        x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
+    if type(x) is not Tensor:
+        x, is_sum = _finished(residual, x, gate, upcasts, branch)
         if is_sum:
             return (x, *norm_modulate(norm, owner, name, x, modulation, upcasts, weights))
     if branch:
@@ -323,7 +311,7 @@ def residual_norm(
             if weights and not is_differentiated(
                 residual, x, *affine, *modulators, *parts.values()
             ):
-                operation = _FP8_RESIDUAL_OPERATIONS[kind]
+                operation = _FP8_RESIDUAL_OPERATIONS[kind, 2]
                 h, values, scale = operation(residual, x, gate_table, *first, *affine, eps, **how)
                 results: list[Any] = [QuantizedRows(values, scale, h.dtype, weights)]
             else:
@@ -354,12 +342,10 @@ def gated_residual(
     - ``tanh_gate``: whether ``tanh(gate)`` takes the gate's place.
     """
     parts: dict[str, Any] = {}
-    if type(x) is not Tensor:
-        x = waited(x)
     if residual.shape[0] == 1:
         residual = _for_samples_of(residual, x, gate)
-    if type(x) is Fp8Product:
-        x, is_sum = _fp8_sum(residual, x, gate, upcasts, branch)
+    if type(x) is not Tensor:
+        x, is_sum = _finished(residual, x, gate, upcasts, branch)
         if is_sum:
             return x
     if branch:
@@ -367,19 +353,18 @@ def gated_residual(
     return _residual(residual, x, gate, upcasts, parts)
 
 
-def waited(x: Any) -> Any:
-    """x, or the result of an all-reduce still under way, which a row-wise parallel layer returns, once it is
-    there. The wait is here, where it is needed, so that the layers before run meanwhile."""
-    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
-    if type(x) is getattr(collectives, "AsyncCollectiveTensor", None) and not is_differentiated(x):
-        return x.trigger_wait()
-    return x
-
-
-def _fp8_sum(
-    residual: Tensor, x: Fp8Product, gate: Modulator, upcasts: Upcasts, branch: dict[str, Any]
+def _finished(
+    residual: Tensor, x: Any, gate: Modulator, upcasts: Upcasts, branch: dict[str, Any]
 ) -> tuple[Tensor, bool]:
-    """``gated_residual`` in the product's epilogue and True, or the product and False."""
+    """``gated_residual`` in the epilogue of an ``Fp8Product`` and True, or the product or tensor and False.
+
+    A row-wise parallel layer returns the result of an all-reduce still under way. The wait is here, where it
+    is needed, so that the layers before run meanwhile.
+    """
+    if type(x) is not Fp8Product:
+        collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
+        is_waiting = type(x) is getattr(collectives, "AsyncCollectiveTensor", None)
+        return (x.trigger_wait() if is_waiting and not is_differentiated(x) else x), False
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if (
         branch
