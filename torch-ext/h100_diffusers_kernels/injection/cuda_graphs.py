@@ -28,9 +28,7 @@ logger = logging.getLogger("h100_diffusers_kernels")
 GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 FIRST_CALL = "the first call of its kind"
 _MOVED = "parameters or buffers moved in memory"
-_CHANGES_OFTEN = "it changed at each of the last calls"
 _CHANGES_ITSELF = "its forward changes the model"
-_TOO_LITTLE_MEMORY = "there is not enough memory for a graph"
 # The number of remembered keys of calls, for each graph that may be kept.
 _REMEMBERED = 16
 # The limit of the exponential backoff, in calls, for models that were refused or changed again.
@@ -94,7 +92,7 @@ class GraphedStandIn(StandIn):
                 reason = str(refusal)
             except torch.OutOfMemoryError:
                 self.forget()
-                reason = self._seen[key] = _TOO_LITTLE_MEMORY
+                reason = self._seen[key] = "there is not enough memory for a graph"
             self._count(reason)
         result = self._run(*args, **kwargs)
         if key is not None:
@@ -146,7 +144,7 @@ class GraphedStandIn(StandIn):
         change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
             self.forget()
-            self._wait(_CHANGES_OFTEN if self._backoff else FIRST_CALL)
+            self._wait("it changed at each of the last calls" if self._backoff else FIRST_CALL)
             logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
             raise CannotCapture(FIRST_CALL)
         if capture is not None:

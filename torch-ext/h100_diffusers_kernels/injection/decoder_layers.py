@@ -114,46 +114,21 @@ def _causal_mask(
 # --------------------------------------------------------------------------------------------------
 # Tables
 
-_UPSAMPLES = tuple(
-    ExactSpec(
-        f"{name}Upsample",
-        _upsample_forward,
-        "nearest neighbors without a float32 copy",
-        ("torch.nn:Upsample.forward", "torch.nn.functional:interpolate"),
-        left_to_compiler=True,
-    )
-    for name in (WAN, QWEN, QWEN21)
+_NEAREST = "nearest neighbors without a float32 copy"
+_INTERPOLATE = "torch.nn:Upsample.forward", "torch.nn.functional:interpolate"
+_UNPADDED, _PADDED = "convolution without a padded copy", "padding by copies"
+_PAD = ("torch.nn.functional:pad",)
+_CONVOLVE = *_PAD, "torch.nn:Conv3d.forward", "torch.nn.functional:conv3d"
+_MASK = (f"{HUNYUAN15}AttnBlock.prepare_causal_attention_mask",)
+# The beginnings of classes' names, the rest, the forward, what it does and the functions that it replaces.
+_CLASSES: tuple[tuple, ...] = (
+    ((WAN, QWEN, QWEN21), "Upsample", _upsample_forward, _NEAREST, _INTERPOLATE),
+    ((WAN, QWEN), "CausalConv3d", _causal_conv_forward, _UNPADDED, _CONVOLVE),
+    ((HUNYUAN, HUNYUAN15, REFINER), "CausalConv3d", _padded_conv_forward, _PADDED, _PAD),
+    ((HUNYUAN15,), "AttnBlock", _causal_attention_forward, "a causal mask made by frame", _MASK),
 )
-_PAD = "torch.nn.functional:pad"
-_CONVOLVE = "torch.nn:Conv3d.forward", "torch.nn.functional:conv3d"
-_CONVOLUTIONS = (
-    *(
-        ExactSpec(
-            f"{name}CausalConv3d",
-            _causal_conv_forward,
-            "convolution without a padded copy",
-            (_PAD, *_CONVOLVE),
-            left_to_compiler=True,
-            parameters="self x cache_x",
-        )
-        for name in (WAN, QWEN)
-    ),
-    *(
-        ExactSpec(
-            f"{name}CausalConv3d",
-            _padded_conv_forward,
-            "padding by copies",
-            (_PAD,),
-            left_to_compiler=True,
-        )
-        for name in (HUNYUAN, HUNYUAN15, REFINER)
-    ),
+DECODER_LAYERS = tuple(
+    ExactSpec(f"{beginning}{rest}", *arguments, left_to_compiler=True)
+    for beginnings, rest, *arguments in _CLASSES
+    for beginning in beginnings
 )
-_ATTENTION = ExactSpec(
-    f"{HUNYUAN15}AttnBlock",
-    _causal_attention_forward,
-    "a causal mask made by frame",
-    (f"{HUNYUAN15}AttnBlock.prepare_causal_attention_mask",),
-    left_to_compiler=True,
-)
-DECODER_LAYERS = (*_UPSAMPLES, *_CONVOLUTIONS, _ATTENTION)

@@ -265,10 +265,6 @@ def _embedded(temb: Tensor, table: Tensor) -> Tensor:
 # Tables
 
 
-def _why_not(activation: str, module: Any) -> str | None:
-    return why_not_silu(module._modules.get(activation))
-
-
 def _spec(
     path: str,
     parameters: str,
@@ -283,7 +279,7 @@ def _spec(
         "SiLU",
         left_to_compiler=True,
         parameters=f"self {parameters}",
-        condition=partial(_why_not, activation),
+        condition=lambda module: why_not_silu(module._modules.get(activation)),
         norms=norms,
         activation=activation,
         channels=channels,
