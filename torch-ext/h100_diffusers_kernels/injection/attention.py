@@ -51,7 +51,7 @@ from .linears import (
     write_linear,
 )
 from .norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
-from .patch import Call, Injection, PatchSpec, StandIn, is_bare
+from .patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
 from .quantized_rows import QuantizedRows, as_tensor
 from .report import OWN_ATTENTION
 from .rotary import rope_operand, split_tables
@@ -71,7 +71,7 @@ class AttentionSpec(PatchSpec):
     """An attention module with a processor.
 
     Attributes:
-        processor: the path of the processor's class.
+        processor: the path of the processor's class; "" if its name begins as the attention's.
         processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
         rotate: the rotating functions in the processor's module, or their paths in another one; "" if the
             processor rotates inline.
@@ -97,12 +97,13 @@ class AttentionSpec(PatchSpec):
     is_attention = True
 
     def __post_init__(self) -> None:
-        library = self.processor.partition(":")[0]
+        processor = self.processor or f"{self.path.removesuffix('Attention')}AttnProcessor"
+        library = processor.partition(":")[0]
         names = [*self.rotate.split(), *self.project.split()]
         functions = [name if ":" in name else f"{library}:{name}" for name in names]
         of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
         parameters = f"self attn {self.processor_parameters or of_forward}"
-        processor_call = f"{self.processor}.__call__", parameters
+        processor_call = f"{processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         if self.other_processor:
             of_other = f"{parameters} {self.other_parameters}"
@@ -137,10 +138,7 @@ class AttentionSpec(PatchSpec):
         """Why the module currently runs its own attention."""
         if not injection.options["attention"]:
             return NOT_WANTED
-        if not is_native(module.processor, _dispatches(self)):
-            return CHOSEN
-        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
-        return None if reason is None else f"{OWN_ATTENTION}: {reason}"
+        return why_own_attention(module, _dispatches(self))
 
     def describe(self, module: Any, injection: Injection) -> str:
         is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
@@ -161,15 +159,21 @@ def _dispatches(spec: Any) -> bool:
     return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
 
 
-def head_dim_of(module: Any) -> int | None:
-    """The head dim, if the module has it as an attribute."""
+def why_own_attention(module: Any, dispatches: bool) -> str | None:
+    """Why a module runs its own attention, as far as its attributes, processor and layers tell."""
+    if not is_native(module.processor, dispatches):
+        return CHOSEN
     attributes = module.__dict__
     head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
-    if isinstance(head_dim, int):
-        return head_dim
-    if isinstance(inner, int) and isinstance(heads, int) and heads > 0:
-        return inner // heads
-    return None
+    if not isinstance(head_dim, int):
+        is_known = isinstance(inner, int) and isinstance(heads, int) and heads > 0
+        head_dim = inner // heads if is_known else None
+    reason = why_not_head_dim(head_dim)
+    weights = (getattr(child, "weight", None) for child in module.children())
+    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
+    if reason is None and dtype in (torch.float32, torch.float64):  # others may be quantized
+        reason = f"no kernel for {dtype_name(dtype)}"
+    return None if reason is None else f"{OWN_ATTENTION}: {reason}"
 
 
 def why_not_head_dim(head_dim: int | None) -> str | None:
@@ -177,14 +181,6 @@ def why_not_head_dim(head_dim: int | None) -> str | None:
     if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
         return None
     return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
-
-
-def why_not_dtype(module: nn.Module) -> str | None:
-    """Why the kernel does not take what the attention's first linear layer computes, as a clause."""
-    weights = (getattr(child, "weight", None) for child in module.children())
-    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
-    # Other dtypes are those of quantized weights.
-    return f"no kernel for {dtype_name(dtype)}" if dtype in (torch.float32, torch.float64) else None
 
 
 def context_parallel_of(call: Call, module: Any) -> Any:
@@ -441,7 +437,7 @@ def _weights_of_part(
         return None
     stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
     is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, kind)
-    return weights if is_known and is_bare(stand_in.spec, module) else None
+    return weights if is_known and bare_stand_in(stand_in.spec, module) else None
 
 
 attention_weights = partial(_weights_of_part, AttentionSpec)
@@ -864,6 +860,14 @@ def forward_with_tables(
     options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
     text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
     return project_out(self, image_out, x), project_text_out(self, text_out, c)
+
+
+flux_attention_spec = partial(
+    AttentionSpec,
+    forward=forward_with_tables,
+    operations="qk_norm_rope",
+    project="_get_qkv_projections",
+)
 
 
 def concat_streams(call: Call, first: Any, second: Any) -> Any:

@@ -45,7 +45,7 @@ from .norms import (
     read_norm,
     residual_norm,
 )
-from .patch import Call, Injection, PatchSpec, is_bare
+from .patch import Call, Injection, PatchSpec, bare_stand_in
 
 Rows = Sequence[Any]
 WeightsFor = Callable[[Any, Tensor], Any]
@@ -185,7 +185,7 @@ def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
     state = call.state
     if state is None:
         return None
-    call.is_bare = state.calls(block) and is_bare(call.stand_in.spec, block)
+    call.is_bare = bool(state.calls(block) and bare_stand_in(call.stand_in.spec, block))
     if not call.is_bare:
         state.distrust()  # hooks may have changed masks, or written to what was shared
     return state.take_over(block, arguments)
@@ -508,3 +508,20 @@ class BlockSpec(PatchSpec):
         adaptive = [(name, read_adaptive(modules.get(name))) for name in self.adaptive_norms]
         notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
         return norm_notes(module, self.norms, self.upcasts) + notes
+
+
+# FLUX's blocks, and blocks whose norms and layers have the same names.
+FLUX_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
+double_spec = partial(
+    BlockSpec,
+    operations=FLUX_OPERATIONS,
+    norms=("norm2", "norm2_context"),
+    adaptive_norms=("norm1", "norm1_context"),
+    inner=("attn", "ff.net.0", "ff_context.net.0"),
+)
+single_spec = partial(
+    BlockSpec,
+    operations=f"{FLUX_OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
+    adaptive_norms=("norm",),
+    inner=("attn",),
+)

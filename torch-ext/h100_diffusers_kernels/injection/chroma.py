@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..conditions import is_differentiated, kernels_take
 from .attention import (
-    AttentionSpec,
+    flux_attention_spec,
     forward_with_tables,
     image_weights,
     single_block_weights,
@@ -29,11 +29,12 @@ from .attention import (
 )
 from .blocks import (
     FEED_FORWARDS,
-    BlockSpec,
     ResidualBranch,
     adaptive_prologue,
     begin,
+    double_spec,
     finish,
+    single_spec,
     two_stream_block,
 )
 from .embeddings import TIMESTEPS, axial_positions
@@ -153,27 +154,16 @@ _SPECS = (
     model_spec(
         f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
     ),
-    BlockSpec(
-        f"{_CHROMA}:ChromaTransformerBlock",
-        _double_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm2", "norm2_context"),
-        adaptive_norms=("norm1", "norm1_context"),
-        inner=("attn", "ff.net.0", "ff_context.net.0"),
-    ),
-    BlockSpec(
+    double_spec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
+    single_spec(
         f"{_CHROMA}:ChromaSingleTransformerBlock",
         _single_block_forward,
-        "layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, or gelu",
-        adaptive_norms=("norm",),
-        inner=("attn",),
+        operations="layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, "
+        "or gelu",
     ),
-    AttentionSpec(
+    flux_attention_spec(
         f"{_FLUX}:FluxAttention",
-        partial(forward_with_tables, equivalents_of=_equivalents),
-        "qk_norm_rope",
-        processor=f"{_FLUX}:FluxAttnProcessor",
-        project="_get_qkv_projections",
+        forward=partial(forward_with_tables, equivalents_of=_equivalents),
     ),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     TIMESTEPS,

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .attention import AttentionSpec, forward_with_tables
+from .attention import flux_attention_spec
 from .blocks import (
     DOUBLE_PROLOGUES,
     FEED_FORWARDS,
     SINGLE_PROLOGUES,
-    BlockSpec,
     ResidualBranch,
     begin_joint,
+    double_spec,
     finish,
+    single_spec,
     two_stream_block,
 )
 from .embeddings import TIMESTEPS, axial_positions
@@ -95,29 +96,9 @@ _LISTS = ("transformer_blocks", "single_transformer_blocks")
 _SPECS = (
     model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
     model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
-    BlockSpec(
-        f"{_FLUX}:FluxTransformerBlock",
-        _double_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm2", "norm2_context"),
-        adaptive_norms=("norm1", "norm1_context"),
-        inner=("attn", "ff.net.0", "ff_context.net.0"),
-    ),
-    BlockSpec(
-        f"{_FLUX}:FluxSingleTransformerBlock",
-        _single_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual, "
-        "GELU in the matrix product's epilogue, or gelu",
-        adaptive_norms=("norm",),
-        inner=("attn",),
-    ),
-    AttentionSpec(
-        f"{_FLUX}:FluxAttention",
-        forward_with_tables,
-        "qk_norm_rope",
-        processor=f"{_FLUX}:FluxAttnProcessor",
-        project="_get_qkv_projections",
-    ),
+    double_spec(f"{_FLUX}:FluxTransformerBlock", _double_block_forward),
+    single_spec(f"{_FLUX}:FluxSingleTransformerBlock", _single_block_forward),
+    flux_attention_spec(f"{_FLUX}:FluxAttention"),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     axial_positions("diffusers.models.embeddings:FluxPosEmbed"),
     TIMESTEPS,

@@ -26,7 +26,7 @@ from .attention import (
     attend,
     attention_weights,
     context_parallel_of,
-    forward_with_tables,
+    flux_attention_spec,
     inputs_taken,
     norm_and_rotate,
 )
@@ -210,18 +210,9 @@ _SPECS = (
         norms=("norm",),
         inner=("attn",),
     ),
+    flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
     AttentionSpec(
-        f"{_FLUX2}:Flux2Attention",
-        forward_with_tables,
-        "qk_norm_rope",
-        processor=f"{_FLUX2}:Flux2AttnProcessor",
-        project="_get_qkv_projections",
-    ),
-    AttentionSpec(
-        f"{_FLUX2}:Flux2ParallelSelfAttention",
-        _parallel_attention_forward,
-        "qk_norm_rope, swiglu",
-        processor=f"{_FLUX2}:Flux2ParallelSelfAttnProcessor",
+        f"{_FLUX2}:Flux2ParallelSelfAttention", _parallel_attention_forward, "qk_norm_rope, swiglu"
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,

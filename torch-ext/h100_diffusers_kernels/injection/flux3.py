@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..conditions import kernels_take
 from .attention import (
-    AttentionSpec,
     attend,
     concat_streams,
+    flux_attention_spec,
     image_weights,
     inputs_taken,
     norm_and_rotate,
@@ -63,8 +63,7 @@ def _mode_block_forward(
     (((n,), (_, _, gate)),) = begin(call, self, _IMAGE, (x,), (temb_mod,))
     attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
     branch = ResidualBranch(x, attention_out, gate, addend=out)
-    (x,) = finish(call, self, _IMAGE, (branch,), (temb_mod,))
-    return x
+    return finish(call, self, _IMAGE, (branch,), (temb_mod,))[0]
 
 
 def _single_block_forward(
@@ -156,13 +155,7 @@ _SPECS = (
     model_spec(f"{_FLUX3}:Flux3Transformer2DModel", *_LISTS, "single_transformer_blocks"),
     _block("Flux3ModeTransformerBlock", _mode_block_forward),
     _block("Flux3SingleTransformerBlock", _single_block_forward),
-    AttentionSpec(
-        f"{_FLUX3}:Flux3Attention",
-        _attention_forward,
-        "qk_norm_rope",
-        processor=f"{_FLUX3}:Flux3AttnProcessor",
-        project="_get_qkv_projections",
-    ),
+    flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
     swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
     PatchSpec(f"{_FLUX3}:Flux3Modulation", _modulation_forward, _ONE_ROW),
     PatchSpec(f"{_FLUX3}:Flux3AdaLayerNorm", _output_norm_forward, "layer_norm_modulate"),

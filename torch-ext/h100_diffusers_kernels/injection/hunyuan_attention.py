@@ -163,10 +163,8 @@ class _JointAttention(AttentionSpec):
     """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone."""
 
     def matches(self, module: Any) -> bool:
-        has_text = super().matches(module) and (
-            module.pre_only or module.added_kv_proj_dim is not None
-        )
-        return bool(has_text)
+        matches = super().matches(module)
+        return matches and bool(module.pre_only or module.added_kv_proj_dim is not None)
 
 
 def joint_attention(processor: str, **how: Any) -> AttentionSpec:

@@ -16,18 +16,20 @@ from ..conditions import kernels_take
 from .attention import image_weights, single_block_weights
 from .blocks import (
     DOUBLE_PROLOGUES,
-    BlockSpec,
+    FLUX_OPERATIONS,
     Prologue,
     PrologueResult,
     adaptive_prologue,
+    double_spec,
     linear_of_silu,
+    single_spec,
 )
 from .hunyuan_attention import double_block, single_block
 from .norms import ChosenRows
 from .patch import Call
 
 _VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
-OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
+_PATH = f"{_VIDEO}:HunyuanVideoTokenReplace"
 
 
 def _modulation(
@@ -132,19 +134,8 @@ def _single_block_forward(
 
 
 REPLACING_BLOCKS = (
-    BlockSpec(
-        f"{_VIDEO}:HunyuanVideoTokenReplaceTransformerBlock",
-        _double_block_forward,
-        OPERATIONS,
-        norms=("norm2", "norm2_context"),
-        adaptive_norms=("norm1", "norm1_context"),
-        inner=("attn", "ff.net.0", "ff_context.net.0"),
-    ),
-    BlockSpec(
-        f"{_VIDEO}:HunyuanVideoTokenReplaceSingleTransformerBlock",
-        _single_block_forward,
-        OPERATIONS,
-        adaptive_norms=("norm",),
-        inner=("attn",),
+    double_spec(f"{_PATH}TransformerBlock", _double_block_forward),
+    single_spec(
+        f"{_PATH}SingleTransformerBlock", _single_block_forward, operations=FLUX_OPERATIONS
     ),
 )

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from ..conditions import kernels_take
-from .blocks import DOUBLE_PROLOGUES, SINGLE_PROLOGUES, BlockSpec
+from .blocks import DOUBLE_PROLOGUES, SINGLE_PROLOGUES, BlockSpec, double_spec, single_spec
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .hunyuan_attention import double_block, joint_attention, single_block
-from .hunyuan_token_replace import OPERATIONS, REPLACING_BLOCKS
+from .hunyuan_token_replace import REPLACING_BLOCKS
 from .linears import LINEAR_GELU, feed_forward
 from .norm_modules import OUTPUT_NORM
 from .norms import apply_norm, gated_residual, residual_norm
@@ -102,22 +102,12 @@ def _family(
         name,
         (
             *specs,
-            BlockSpec(
+            double_spec(
                 f"{path}TransformerBlock",
                 _double_block_forward,
-                OPERATIONS,
                 parameters=f"{_BLOCK} {rope} args kwargs",
-                norms=("norm2", "norm2_context"),
-                adaptive_norms=("norm1", "norm1_context"),
-                inner=("attn", "ff.net.0", "ff_context.net.0"),
             ),
-            BlockSpec(
-                f"{path}SingleTransformerBlock",
-                _single_block_forward,
-                f"{OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
-                adaptive_norms=("norm",),
-                inner=("attn",),
-            ),
+            single_spec(f"{path}SingleTransformerBlock", _single_block_forward),
             BlockSpec(
                 f"{path}IndividualTokenRefinerBlock",
                 _refiner_block_forward,

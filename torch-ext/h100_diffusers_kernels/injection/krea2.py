@@ -65,15 +65,14 @@ def _block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    (normalized,), (_, _, gate, *mlp, gate_mlp) = begun
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    _, _, gate, *mlp, gate_mlp = rows
     how: dict[str, Any] = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     out = modules["attn"](normalized, **how)
     how = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
     x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, **how)
     branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
-    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=Upcasts.IN_NORMS)
-    return x
+    return finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=Upcasts.IN_NORMS)[0]
 
 
 def _text_block_forward(
@@ -87,8 +86,7 @@ def _text_block_forward(
     how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
     x, normalized = residual_norm(call, self, "norm2", x, out, None, **how)
     branch = ResidualBranch(x, modules["ff"](normalized))
-    (x,) = finish(call, self, (_plain_prologue,), (branch,), (), upcasts=Upcasts.IN_NORMS)
-    return x
+    return finish(call, self, (_plain_prologue,), (branch,), (), upcasts=Upcasts.IN_NORMS)[0]
 
 
 def _attention_forward(
@@ -158,12 +156,7 @@ _SPECS = (
     ),
     _block(f"{_KREA2}:Krea2TransformerBlock", _block_forward),
     _block(f"{_KREA2}:Krea2TextFusionBlock", _text_block_forward),
-    AttentionSpec(
-        f"{_KREA2}:Krea2Attention",
-        _attention_forward,
-        "qk_norm_rope",
-        processor=f"{_KREA2}:Krea2AttnProcessor",
-    ),
+    AttentionSpec(f"{_KREA2}:Krea2Attention", _attention_forward, "qk_norm_rope"),
     PatchSpec(
         f"{_KREA2}:Krea2SwiGLU", _feed_forward_forward, "swiglu", ("torch.nn.functional:silu",)
     ),

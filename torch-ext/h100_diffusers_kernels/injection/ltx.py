@@ -77,8 +77,7 @@ def _block_forward(
     weights = feed_forward_weights(modules["ff"], x)
     x, normalized = residual_norm(call, self, "norm2", x, *how, weights=weights)
     branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized), gate_mlp)
-    (x,) = finish(call, self, _PROLOGUES, (branch,), (temb,))
-    return x
+    return finish(call, self, _PROLOGUES, (branch,), (temb,))[0]
 
 
 def _attention_forward(

@@ -120,10 +120,8 @@ def _block_forward(
 
     if use_a2v_cross_attention:
         # Scale and shift of audio to video, scale and shift of video to audio, gate.
-        table, tembs = (
-            self.video_a2v_cross_attn_scale_shift_table,
-            (temb_ca_scale_shift, temb_ca_gate),
-        )
+        table = self.video_a2v_cross_attn_scale_shift_table
+        tembs = (temb_ca_scale_shift, temb_ca_gate)
         *modulation, next_gate = _rows(call, "video cross", table, *tembs)
         table = self.audio_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)

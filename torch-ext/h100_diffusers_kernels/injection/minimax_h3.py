@@ -105,8 +105,7 @@ def _block_forward(
     (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
     out = self._modules["attn"](normalized, rotary_emb, attention_mask)
     branches = feed_forwards(call, self, (("norm2", "ff"),), (x,), (out,), (rows,))
-    (x,) = finish(call, self, _PROLOGUES, branches, conditions)
-    return x
+    return finish(call, self, _PROLOGUES, branches, conditions)[0]
 
 
 def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
@@ -117,8 +116,7 @@ def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     out, weights = modules["attn"](normalized), feed_forward_weights(modules["ff"], x)
     x, normalized = residual_norm(call, self, "norm2", x, out, None, weights=weights)
     branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized))
-    (x,) = finish(call, self, _PLAIN_PROLOGUES, (branch,), ())
-    return x
+    return finish(call, self, _PLAIN_PROLOGUES, (branch,), ())[0]
 
 
 def _attention_forward(
@@ -186,7 +184,6 @@ _SPECS = (
         f"{_MINIMAX}:MiniMaxH3Attention",
         _attention_forward,
         "qk_norm_rope",
-        processor=f"{_MINIMAX}:MiniMaxH3AttnProcessor",
         rotate="_apply_rotary_emb",
     ),
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),

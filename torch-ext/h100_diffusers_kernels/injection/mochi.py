@@ -33,19 +33,12 @@ from .attention import (
     project,
     project_out,
 )
-from .blocks import (
-    BlockSpec,
-    ResidualBranch,
-    adaptive_prologue,
-    begin,
-    finish,
-    linear_of_silu,
-)
+from .blocks import BlockSpec, ResidualBranch, adaptive_prologue, begin, finish, linear_of_silu
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import GATED_ACTIVATIONS, feed_forward, feed_forward_weights, linear
 from .norm_modules import OUTPUT_NORM
-from .norms import Upcasts, read_norm, residual_norm
+from .norms import Upcasts, norm_notes, residual_norm
 from .patch import Call
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
@@ -110,12 +103,8 @@ def _end_of_stream(
 
 def _why_not_block(module: Any) -> str | None:
     """The model passes scale or gate to these norms, so its own code calls norms of another kind."""
-    for name in _NORMS:
-        norm = module._modules.get(name)
-        found = None if norm is None else read_norm(norm)
-        if isinstance(found, str):
-            return f"{name} {found}"
-    return None
+    notes = norm_notes(module, _NORMS)
+    return notes[0] if notes else None
 
 
 class _Valid(NamedTuple):
@@ -154,10 +143,7 @@ def _attention_forward(
     image_rotary_emb: Any = None,
     **kwargs: Any,
 ) -> Any:
-    x, c, mask, rope, modules = (
-        *(hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb),
-        self._modules,
-    )
+    x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
     if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
         return NotImplemented
     if not inputs_taken(x, c):
@@ -171,7 +157,7 @@ def _attention_forward(
     options["key_lengths"] = valid.key_lengths
     out, c_out = attend_jointly(call, self, streams, _rotated, valid.mask, **options)
     c_out = c_out.masked_fill(valid.is_padding, 0)
-    to_add_out = modules.get("to_add_out")
+    to_add_out = self._modules.get("to_add_out")
     return project_out(self, out), c_out if to_add_out is None else linear(to_add_out, c_out)
 
 

@@ -67,12 +67,9 @@ def _text_prologue(
     call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
     """The same rows. The embedding's second half is only for image tokens."""
-    silu = "text silu" if block.zero_cond_t else "silu"
-    temb = (
-        call.shared("first half", temb, lambda temb: temb.chunk(2, dim=0)[0])
-        if block.zero_cond_t
-        else temb
-    )
+    silu = "silu"
+    if block.zero_cond_t:
+        silu, temb = "text silu", call.shared("first half", temb, lambda temb: temb.chunk(2)[0])
     modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
     if modulation is None:
         return None

@@ -110,8 +110,7 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
     attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
     names = FEED_FORWARDS[:1]
     branches = feed_forwards(call, self, names, (x,), (attention_out,), (begun[1],))
-    (x,) = finish(call, self, _SINGLE, branches, (temb,))
-    return x
+    return finish(call, self, _SINGLE, branches, (temb,))[0]
 
 
 def _attention_forward(
@@ -171,5 +170,4 @@ _SPECS = (
     LINEAR_GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
-_LEFT_ALONE = dict.fromkeys(_ONCE, COMPUTED_ONCE)
-FAMILIES = (Family("Stable Diffusion 3", _SPECS, _LEFT_ALONE, OUTPUT_NORM),)
+FAMILIES = (Family("Stable Diffusion 3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

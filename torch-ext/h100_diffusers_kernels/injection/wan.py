@@ -80,8 +80,7 @@ def _block_forward(
         return call.refuse(x, c)
     (begun,) = begin(call, self, makers, (x,), (temb,))
     branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
-    (x,) = finish(call, self, makers, (branch,), (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)
-    return x
+    return finish(call, self, makers, (branch,), (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)[0]
 
 
 def _after_first_norm(
@@ -214,7 +213,6 @@ def _attention(
         f"{module}:{prefix}Attention",
         forward,
         "qk_norm_rope",
-        processor=f"{module}:{prefix}AttnProcessor",
         rotate="",
         project="_get_qkv_projections",
     )
