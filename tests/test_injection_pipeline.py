@@ -47,5 +47,5 @@ def test_pipelines(kernel, device, pipeline_class, guidance_scale):
 def test_pipeline_with_nothing_known(kernel, device):
     pipe = pipeline(device)
     pipe.transformer = pipe.vae = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="got a LTXPipeline without one"):
+    with pytest.raises(ValueError, match="got an LTXPipeline without one"):
         kernel.inject_kernels(pipe)

@@ -48,7 +48,7 @@ from .linears import (
 )
 from .norm_modules import GROUP_NORM, apply_group_norm
 from .norms import apply_norm, residual_norm
-from .patch import Call, ExactSpec, PatchSpec, bare_stand_in, is_bare
+from .patch import Call, ExactSpec, PatchSpec, bare_stand_in
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -109,7 +109,7 @@ def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
     if self.skip_time_act:
         return linear(project, temb)
     plain = plain_weights(temb.dtype, project) if isinstance(temb, Tensor) else None
-    if plain is None or not is_bare(call.stand_in.spec, self):
+    if plain is None or not bare_stand_in(call.stand_in.spec, self):
         if call.state is not None:
             call.state.shared.clear()  # the modules may write to what it was made from
         return linear(project, self._modules["nonlinearity"](temb))
@@ -317,8 +317,11 @@ def _transformer_forward(
         call.is_counted = False
     else:
         (out,) = run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
-        # The class's result is contiguous. Convolutions whose weights have channels last convert it.
-        conv = getattr(call.stand_in.injection.model(), "conv_in", None)
+        # The class's result is contiguous, unless a convolution whose weights have channels last made it or
+        # will convert it.
+        conv: Any = self.proj_out
+        if not isinstance(conv, nn.Conv2d):
+            conv = getattr(call.stand_in.injection.model(), "conv_in", None)
         is_last = isinstance(conv, nn.Conv2d) and not conv.weight.is_contiguous()
         return (out if is_last else out.contiguous(),)
     others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
