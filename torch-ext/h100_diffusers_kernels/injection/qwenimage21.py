@@ -150,12 +150,16 @@ def _attention_forward(
     for start, end, is_text in (*segments, target):
         operands, mask = (query[:, start:end], key[:, :end], value[:, :end]), None
         if key_valid is not None:
-            mask = call.shared(("valid keys", end), key_valid, lambda m: m[:, None, None, :end])
+            mask = call.shared(("valid keys", end), key_valid, partial(_mask_of, end=end))
         if is_text:
             outs.append(_attend_in_text(self, *operands, mask, start, head_dim))
         else:
             outs.append(attend(call, self, *operands, mask, **options))
     return project_out(self, torch.cat(outs, dim=1))
+
+
+def _mask_of(key_valid: Tensor, end: int) -> Tensor:
+    return key_valid[:, None, None, :end]
 
 
 def _attend_in_text(
