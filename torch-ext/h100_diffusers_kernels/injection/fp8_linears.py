@@ -65,7 +65,8 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
     is_traced = torch.compiler.is_compiling()
     stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
     checked = stand_in.cached if type(stand_in) is StandIn else None
-    if checked is None or checked[0]() is not values or checked[1:] != _ids(weight, scale, bias):
+    ids = id(weight), id(scale), id(bias)
+    if checked is None or checked[0]() is not values or checked[1:] != ids:
         if values is not weight and not _has_known_format(weight):
             return None
         if not _are_operands(values, scale, bias, is_traced):
@@ -73,12 +74,8 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
         if values is weight and values.shape[0] % _MULTIPLE:  # its own forward computes in 16 bits
             return None
         if values is not weight and type(stand_in) is StandIn:
-            stand_in.cached = (weakref.ref(values), *_ids(weight, scale, bias))
+            stand_in.cached = (weakref.ref(values), *ids)
     return Fp8Weight(values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
-
-
-def _ids(weight: Any, scale: Any, bias: Any) -> tuple[int, int, int]:
-    return id(weight), id(scale), id(bias)
 
 
 def _has_known_format(weight: Any) -> bool:
@@ -96,16 +93,13 @@ def _has_known_format(weight: Any) -> bool:
 
 
 def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
-    if (
-        values.dtype is not _FP8
-        or scale is None
-        or scale.dtype is not torch.float32
-        or not (is_plain(values) and is_plain(scale) and is_plain(bias))
-    ):
-        return False
     shape = values.shape
     return (
-        len(shape) == 2
+        values.dtype is _FP8
+        and scale is not None
+        and scale.dtype is torch.float32
+        and (is_plain(values) and is_plain(scale) and is_plain(bias))
+        and len(shape) == 2
         and shape[1] % _MULTIPLE == 0
         and scale.shape in ((shape[0], 1), (1, 1), (shape[0],))
         and values.is_contiguous()
@@ -156,12 +150,11 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
         and (bias is None or bias.dtype is dtype or bias.dtype is torch.float32)
         # diffusers' layer has a result of this dtype.
         and layer.__dict__.get("compute_dtype", dtype) is dtype
-        and not (torch.is_grad_enabled() and _require_grad(layer))
+        and not (
+            torch.is_grad_enabled()
+            and any(p is not None and p.requires_grad for p in layer._parameters.values())
+        )
     )
-
-
-def _require_grad(layer: Any) -> bool:
-    return any(p is not None and p.requires_grad for p in layer._parameters.values())
 
 
 def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:

@@ -6,6 +6,7 @@ import collections
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class Layers(NamedTuple):
         source: where the choice comes from.
         fast_only: layers that only "fp8-fast" quantizes.
         fast_blocks: lists of blocks that only "fp8-fast" quantizes.
-        ends: the number of blocks at the start and at the end of the first list that "fp8" leaves.
+        ends: the number of blocks at each end of the first list that "fp8" leaves.
         fast_ends: the same for "fp8-fast".
     """
 
@@ -50,8 +51,8 @@ class Layers(NamedTuple):
     source: str
     fast_only: tuple[str, ...] = ()
     fast_blocks: tuple[str, ...] = ()
-    ends: tuple[int, int] = (0, 0)
-    fast_ends: tuple[int, int] = (0, 0)
+    ends: int = 0
+    fast_ends: int = 0
 
 
 # Parts of blocks. An attention's projections may be fused by diffusers' fuse_qkv_projections.
@@ -74,12 +75,17 @@ _WAN = Layers(
     f"{_MODEL_OPT} leaves three blocks at each end; with attention in FP8, too, videos were reported to "
     "collapse, with feed-forwards alone not",
     fast_only=_ATTENTION,
-    ends=(3, 3),
-    fast_ends=(3, 3),
+    ends=3,
+    fast_ends=3,
 )
 _ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD), _TORCHAO)
 _LTX = _ONE_LIST._replace(
-    source="Lightricks' FP8 checkpoint of LTX-2 leaves two blocks at each end", ends=(2, 2)
+    source="Lightricks' FP8 checkpoint of LTX-2 leaves two blocks at each end", ends=2
+)
+_QWEN = _ONE_LIST._replace(
+    layers=(*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"),
+    source=f"{_MODEL_OPT} leaves two blocks at each end",
+    ends=2,
 )
 
 # By the family's name. Blocks that only refine the text are left: they take little time.
@@ -96,10 +102,8 @@ LAYERS: dict[str, Layers] = {
     "CogVideoX": _ONE_LIST,
     "Mochi": _ONE_LIST,
     "FLUX.1": _FLUX,
-    "FLUX.2": Layers(
-        _TWO_LISTS,
-        (*_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*"),
-        f"{_TORCHAO}; {_MODEL_OPT}",
+    "FLUX.2": _FLUX._replace(
+        layers=(*_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*")
     ),
     "FLUX.3": Layers(
         ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
@@ -107,17 +111,10 @@ LAYERS: dict[str, Layers] = {
         "as FLUX.2",
     ),
     "Chroma": _FLUX._replace(source="as FLUX.1"),
-    "Qwen-Image": Layers(
-        ("transformer_blocks",),
-        (*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"),
-        f"{_MODEL_OPT} leaves two blocks at each end",
-        ends=(2, 2),
-    ),
-    "Qwen-Image 2.1": Layers(
-        ("transformer_blocks",),
-        (*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
-        "as Qwen-Image",
-        ends=(2, 2),
+    "Qwen-Image": _QWEN,
+    "Qwen-Image 2.1": _QWEN._replace(
+        layers=(*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
+        source="as Qwen-Image",
     ),
     "Stable Diffusion 3": _ONE_LIST._replace(source=f"{_TORCHAO}; {_MODEL_OPT}"),
     "Cosmos": _ONE_LIST._replace(
@@ -136,10 +133,8 @@ LAYERS: dict[str, Layers] = {
         "as Z-Image",
         fast_blocks=("noise_refiner",),
     ),
-    "Krea 2": Layers(
-        ("transformer_blocks",),
-        (*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down"),
-        _TORCHAO,
+    "Krea 2": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
     ),
     "MiniMax-H3": _ONE_LIST,
     "Stable Diffusion": Layers(
@@ -232,14 +227,9 @@ def unmatched(keep: Sequence[str], models: Sequence[tuple[str, nn.Module]]) -> l
 def is_named(pattern: str, prefix: str, *names: str) -> bool:
     """Whether a pattern matches one of a layer's names, with or without the model's name in the pipeline, or
     the name of a module around it."""
-    for name in names:
-        parts = join(prefix, name).split(".")
-        starts = {0, len(prefix.split(".")) if prefix else 0}
-        for start in starts:
-            for end in range(start + 1, len(parts) + 1):
-                if fnmatch.fnmatchcase(".".join(parts[start:end]), pattern):
-                    return True
-    return False
+    paths = {path for name in names for path in (name, join(prefix, name))}
+    around = (module for path in paths for module in accumulate(path.split("."), join))
+    return any(fnmatch.fnmatchcase(module, pattern) for module in around)
 
 
 def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str) -> str | None:
@@ -251,18 +241,15 @@ def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str
         if not _is_one_of(table.layers + table.fast_only, layer):
             continue
         length = len(model.get_submodule(path)._modules)
-        ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else ((0, 0), (0, 0))
-        if _is_at_end(index, length, fast_ends):
+        ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else (0, 0)
+        from_end = min(index, length - 1 - index)
+        if from_end < fast_ends:
             return _AT_END
         is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
-        if precision == FP8 and (is_fast or _is_at_end(index, length, ends)):
+        if precision == FP8 and (is_fast or from_end < ends):
             return _FAST_ONLY
         return None
     return _NOT_IN_TABLE
-
-
-def _is_at_end(index: int, length: int, ends: tuple[int, int]) -> bool:
-    return not ends[0] <= index < length - ends[1]
 
 
 def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ FP8_BLOCK = 128  # elements of a row that have a scale of their own, unless the 
 _LONGEST_ROW = 18432  # that a kernel reads once for one scale
 
 
+@dataclass(eq=False, slots=True)
 class QuantizedRows:
     """The input of FP8 layers, quantized as by ``quantize_fp8``, in place of its tensor.
 
@@ -25,15 +27,10 @@ class QuantizedRows:
         weights: the ``fp8_linears.Fp8Weight`` of each layer that was found to take it.
     """
 
-    __slots__ = ("dtype", "scale", "values", "weights")
-
-    def __init__(
-        self, values: Tensor, scale: Tensor, dtype: torch.dtype, weights: dict[Any, Any]
-    ) -> None:
-        self.values = values
-        self.scale = scale
-        self.dtype = dtype
-        self.weights = weights
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+    weights: dict[Any, Any]
 
     def __getitem__(self, index: Any) -> QuantizedRows:
         """Some of the rows."""
