@@ -266,8 +266,8 @@ def attend(
             raise ValueError(
                 "context parallelism: a mask for some queries only cannot be split between ranks"
             )
-        masks = (mask, expand_mask, key_lengths, key_bias)
-        result = _attend_in_parallel(call, config, query, key, value, masks, heads, out)
+        key_bias = _bias_of_keys(call, key, mask, expand_mask, key_lengths, key_bias)
+        result = _attend_in_parallel(call, config, query, key, value, key_bias, heads, out)
         return _gate_and_add(result, gate, addend, heads)
     if is_free and _may_attend(call, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
@@ -276,18 +276,21 @@ def attend(
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
-                if is_unbiased is not None:
-                    result = functional.attention(query, key, value, **how)
-                    result = _unbiased_first(result, query, key, value, is_unbiased, heads)
-                elif (
-                    same_dtype_and_unit_stride(query, addend)
+                if (
+                    is_unbiased is None
+                    and same_dtype_and_unit_stride(query, addend)
                     and (addend is None or addend.shape == query.shape)
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
                     return functional.attention(query, key, value, gate=gate, addend=addend, **how)
-                else:
-                    result = functional.attention(query, key, value, **how)
+                result = functional.attention(query, key, value, **how)
+                if is_unbiased is not None:
+                    first = result[:, : is_unbiased.shape[1]]
+                    unbiased = functional.attention(
+                        query[:, : first.shape[1]], key, value, heads=heads
+                    )
+                    first.copy_(torch.where(is_unbiased, unbiased, first))
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         else:
@@ -326,17 +329,6 @@ def _count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
         call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
 
 
-def _unbiased_first(
-    result: Tensor, query: Tensor, key: Tensor, value: Tensor, is_unbiased: Tensor, heads: int
-) -> Tensor:
-    """Attention's result with a key bias, in which the first queries that are unbiased get theirs without."""
-    count = is_unbiased.shape[1]
-    first = result[:, :count]
-    without = functional.attention(query[:, :count], key, value, heads=heads)
-    first.copy_(torch.where(is_unbiased, without, first))
-    return result
-
-
 def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
     if gate is not None:
         x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
@@ -349,19 +341,17 @@ def _attend_in_parallel(
     query: Tensor,
     key: Tensor,
     value: Any,
-    masks: tuple[Any, Any, Any, Any],
+    bias: Tensor | None,
     heads: int,
     out: Tensor | None,
 ) -> Tensor:
-    """``attend`` to the keys of all ranks. ``masks``: its mask, ``expand_mask``, key lengths and bias."""
+    """``attend`` to the keys of all ranks, with a bias (B, Sk) of this rank's."""
     head_dim = query.shape[-1] if query.dim() == 5 else query.shape[2] // heads
 
     def by_head(x: Any) -> Tensor:
         x = x() if callable(x) else x
         return x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
 
-    query, key = by_head(query), by_head(key)
-    bias = _bias_of_keys(call, key, *masks)
     may_use_kernel = _may_attend(call, head_dim)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
@@ -372,8 +362,8 @@ def _attend_in_parallel(
         return sdpa_with_bias(q, k, v, bias, out)
 
     place = None if out is None else out.unflatten(2, (heads, head_dim))
-    value = partial(by_head, value)
-    result = attend_in_parallel(config, query, key, value, bias, attention, place)
+    tensors = by_head(query), by_head(key), partial(by_head, value)
+    result = attend_in_parallel(config, *tensors, bias, attention, place)
     return result.flatten(2, 3) if out is None else out
 
 
@@ -529,7 +519,6 @@ def _norm_options(
 def norm_and_rotate(
     call: Call,
     module: Any,
-    names: tuple[str, str],
     query: Tensor,
     key: Tensor,
     rope: Any,
@@ -540,6 +529,7 @@ def norm_and_rotate(
     upcasts: Upcasts = Upcasts.NOWHERE,
     key_rope: Any = None,
     config: Any = None,
+    names: tuple[str, str] = _IMAGE[1],
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
     that is given, too. With ``config``, the context parallelism of ``attend``, those of self-attention may be
@@ -599,7 +589,6 @@ def norm_and_rotate(
 def norm_and_rotate_part(
     call: Call,
     module: Any,
-    names: tuple[str, str],
     query: Tensor,
     key: Tensor,
     rope: Any,
@@ -611,7 +600,7 @@ def norm_and_rotate_part(
     size, head_dim = rope[0].shape[-1], query.shape[2] // heads
     if size < head_dim and query.shape == key.shape and may_write():
         operand = rope_operand(rope, query[..., : heads * size], heads, True)
-        options = _norm_options(call, module, names, query, key, heads, "per_head")
+        options = _norm_options(call, module, _IMAGE[1], query, key, heads, "per_head")
         if (
             operand is not None
             and options is not None
@@ -623,7 +612,7 @@ def norm_and_rotate_part(
             how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
             functional.qk_norm_rope(q, k, rope=operand, **how)
             return query, key
-    return norm_and_rotate(call, module, names, query, key, rope, rotate, "per_head", heads, "half")
+    return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, "half")
 
 
 def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
@@ -805,7 +794,7 @@ def attend_to_all(
         for stream in streams:
             query, key, _, norms, rope = stream
             how = (query, key, rope, rotate, "per_head", heads)
-            q, k = norm_and_rotate(call, module, norms, *how, config=alone)
+            q, k = norm_and_rotate(call, module, *how, config=alone, names=norms)
             each.append((q, k, stream.value_tensor()))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint

@@ -166,14 +166,13 @@ def _attention_forward(
     how = (rotate, "per_head", self.heads, "half")
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     query, key, value = query_key_value(self, x, c)
-    norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(call, self, norms, query, key, image_rotary_emb, *how)
+    query, key = norm_and_rotate(call, self, query, key, image_rotary_emb, *how)
     out = attend(call, self, query, key, value, mask, **options)
     if image is not None:
         image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
         query, key, value = query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
         norms = ("q_img_norm", "k_img_norm")
-        query, key = norm_and_rotate(call, self, norms, query, key, None, *how)
+        query, key = norm_and_rotate(call, self, query, key, None, *how, names=norms)
         out = attend(call, self, query, key, value, image_mask, addend=out, **options)
     return project_out(self, out)
 

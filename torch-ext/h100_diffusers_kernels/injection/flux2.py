@@ -159,8 +159,8 @@ def _parallel_attention_forward(
     heads = query.shape[2] // self.head_dim
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", heads)
-    norms, config = ("norm_q", "norm_k"), context_parallel_of(call, self)
-    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
+    config = context_parallel_of(call, self)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
     operands = query, key, value, attention_mask
     activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
     is_branch = type(hidden_states) is QuantizedRows

@@ -112,10 +112,7 @@ def _attention_forward(
         query, key, value = query_key_value(self, hidden_states, None)
     rotate = partial(rotation, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.heads)
-    norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(
-        call, self, norms, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR
-    )
+    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR)
     out = attend(call, self, query, key, value, attention_mask, heads=self.heads)
     return project_out(self, out)
 

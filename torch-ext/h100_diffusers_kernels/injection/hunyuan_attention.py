@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..conditions import kernels_take
 from .attention import (
     ROTATED_ATTENTION,
     AttentionSpec,
@@ -61,7 +62,9 @@ def double_block(
     mask: Any,
     rope: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A block of image x and text c. ``makers`` and ``conditions`` as in ``begin``."""
+    """A block of image x and text c. ``makers`` and ``conditions``, first the embeddings, as in ``begin``."""
+    if not kernels_take(x, c, *conditions[:2]):
+        return call.refuse(x, c, *conditions[:2])
     normalized, rows = zip(*begin(call, block, makers, (x, c), conditions))
     outs = _attend(block, call, normalized[0][0], normalized[1][0], mask, rope)
     branches = feed_forwards(call, block, FEED_FORWARDS, (x, c), outs, rows)
@@ -79,6 +82,8 @@ def single_block(
     rope: Any,
 ) -> tuple[Tensor, Tensor]:
     """A block of the concat of both. Query, key, value and feed-forward take the same norm."""
+    if not kernels_take(x, c, *conditions[:2]):
+        return call.refuse(x, c, *conditions[:2])
     length, modules = x.shape[1], block._modules
     proj_out = modules["proj_out"]
     x, ((n,), (_, _, gate)) = begin_joint(call, block, makers[0], x, c, conditions)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..conditions import kernels_take
 from .attention import image_weights, single_block_weights
 from .blocks import (
     DOUBLE_PROLOGUES,
@@ -103,8 +102,6 @@ def _double_block_forward(
     x, c, first = hidden_states.contiguous(), encoder_hidden_states, num_tokens
     if token_replace_emb is None or first is None:
         return NotImplemented
-    if not kernels_take(x, c, temb, token_replace_emb):
-        return call.refuse(x, c, temb, token_replace_emb)
     how: Any = {"name": "norm1", "length": x.shape[1], "weights_for": image_weights}
     makers = (partial(_prologue, **how), _context_prologue)
     conditions = (temb, token_replace_emb, first)
@@ -125,8 +122,6 @@ def _single_block_forward(
     x, c, first = hidden_states, encoder_hidden_states, num_tokens
     if token_replace_emb is None or first is None:
         return NotImplemented
-    if not kernels_take(x, c, temb, token_replace_emb):
-        return call.refuse(x, c, temb, token_replace_emb)
     length = x.shape[1] + c.shape[1]
     how: Any = {"name": "norm", "length": length, "weights_for": single_block_weights}
     makers, conditions = (partial(_prologue, **how),), (temb, token_replace_emb, first)

@@ -43,8 +43,6 @@ def _double_block_forward(
 ) -> tuple[Tensor, Tensor]:
     # The first block gets the transposed result of a convolution.
     x, c = hidden_states.contiguous(), encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
     return double_block(self, call, DOUBLE_PROLOGUES, x, c, (temb,), attention_mask, rope)
 
@@ -60,12 +58,8 @@ def _single_block_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
-    return single_block(
-        self, call, SINGLE_PROLOGUES, x, c, (temb,), attention_mask, image_rotary_emb
-    )
+    x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+    return single_block(self, call, SINGLE_PROLOGUES, x, c, (temb,), mask, rope)
 
 
 def _refiner_block_forward(

@@ -105,9 +105,7 @@ def _attention_forward(
     query, key, value = query_key_value(self, x, None)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.num_heads)
-    query, key = norm_and_rotate(
-        call, self, ("norm_q", "norm_k"), query, key, *how, upcasts=Upcasts.IN_NORMS
-    )
+    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.IN_NORMS)
     arguments = (call, self, query, key, value, mask)
     weights = weights_of_products(call, x, modules["to_gate"])
     if weights is None or query.dtype is not x.dtype:

@@ -61,8 +61,8 @@ def _block_forward(
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     modules = self._modules
-    (begun,) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    (normalized,), (_, _, gate_msa, shift_mlp, scale_mlp, gate_mlp) = begun
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
     attention_out = modules["attn1"](
         hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
     )
@@ -97,8 +97,7 @@ def _attention_forward(
     config = context_parallel_of(call, self)
     query, key, value = query_key_value(self, x, c, config=config)
     how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)
-    norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
 
     def expand_mask(mask: Tensor) -> Tensor:
         mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])

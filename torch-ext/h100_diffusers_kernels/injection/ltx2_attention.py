@@ -89,7 +89,7 @@ def _attention_forward(
             of_key = x if c is None else c
             ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
         query, key = norm_and_rotate(
-            *(call, self, ("norm_q", "norm_k"), query, key, ropes[0]),
+            *(call, self, query, key, ropes[0]),
             *(rotate, "across_heads", self.heads),
             layout="half" if is_split else "interleaved",
             key_rope=ropes[1],

@@ -112,7 +112,7 @@ def _attention_forward(
     rotate = call.stand_in.functions[1].function
     tables = None if freqs is None else call.shared("tables", freqs, _tables)
     how = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    query, key = norm_and_rotate(call, self, query, key, *how)
     if not query.shape[0] == x.shape[0] == context.shape[0]:
         return NotImplemented  # the model's own code raises
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}

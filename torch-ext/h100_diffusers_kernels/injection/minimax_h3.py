@@ -134,7 +134,7 @@ def _attention_forward(
     else:
         config = context_parallel_of(call, self)
         query, key, value = query_key_value(self, x, None, config=config)
-    operands = (call, self, ("norm_q", "norm_k"), query, key, rotary_emb, _rotated(call))
+    operands = (call, self, query, key, rotary_emb, _rotated(call))
     if rotary_emb is None:
         query, key = norm_and_rotate(*operands, "per_head", heads)
     else:

@@ -26,6 +26,7 @@ from .attention import (
     text_weights,
 )
 from .blocks import BlockSpec, linear_modulation, norm_prologue, two_stream_block
+from .checks import why_replaced
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import LINEAR_GELU
@@ -134,10 +135,6 @@ def _joint_mask(mask: Tensor, image_length: int) -> Tensor:
     return torch.nn.functional.pad(mask, (0, image_length), value=True)[:, None, None]
 
 
-def _why_not_block(module: Any) -> str | None:
-    return "_modulate was replaced" if "_modulate" in module.__dict__ else None
-
-
 _PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
 _SPECS = (
     model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
@@ -147,7 +144,7 @@ _SPECS = (
         _block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate",),
-        condition=_why_not_block,
+        condition=partial(why_replaced, name="_modulate"),
         norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
         inner=("attn", "img_mlp.net.0", "txt_mlp.net.0"),
     ),

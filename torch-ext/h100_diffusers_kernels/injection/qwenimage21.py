@@ -32,6 +32,7 @@ from .attention import (
     query_key_value,
 )
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from .checks import why_replaced
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two, why_not_silu
 from .norms import ChosenRows, Modulator, chosen_norm_modulate, clip_to_float16, residual_norm
@@ -133,7 +134,7 @@ def _attention_forward(
     heads = query.shape[2] // head_dim
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
     how = (rotary_emb, rotate, "per_head", heads)
-    query, key = norm_and_rotate(call, self, ("norm_q", "norm_k"), query, key, *how)
+    query, key = norm_and_rotate(call, self, query, key, *how)
     query, key = query.to(value.dtype), key.to(value.dtype)
     if layer_cache is not None and kv_cache_mode == "extract" and cache_write_slice is not None:
         kept = (t.unflatten(2, (heads, head_dim))[:, cache_write_slice] for t in (key, value))
@@ -208,10 +209,6 @@ def _output_norm_forward(
     return chosen_norm_modulate(call, self, "norm", x, scale, None)
 
 
-def _why_not_block(module: Any) -> str | None:
-    return "_modulate was replaced" if "_modulate" in module.__dict__ else None
-
-
 def _why_not(module: Any, name: str) -> str | None:
     return why_not_silu(module._modules.get(name))
 
@@ -223,7 +220,7 @@ _SPECS = (
         _block_forward,
         "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate", _SELECT_ROWS),
-        condition=_why_not_block,
+        condition=partial(why_replaced, name="_modulate"),
         norms=("img_norm1", "img_norm2"),
         inner=("attn", "img_mlp"),
     ),

@@ -43,7 +43,7 @@ from .blocks import (
     may_run_ahead,
     norm_prologue,
 )
-from .checks import KnownFunction
+from .checks import KnownFunction, why_replaced
 from .forward_state import COMPUTED_ONCE, Family, model_spec
 from .linears import linear, swiglu_of_two
 from .norms import residual_norm
@@ -169,8 +169,7 @@ def _attention_forward(
     query, key, value = query_key_value(self, x, None, config=config)
     tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
     how = (tables, _rotated, "per_head", self.heads)
-    norms = ("norm_q", "norm_k")
-    query, key = norm_and_rotate(call, self, norms, query, key, *how, config=config)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if mask is not None:
         if mask.dim() == 2:
@@ -195,11 +194,6 @@ def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
         return call.refuse(x)
     modules = self._modules
     return linear(modules["w2"], swiglu_of_two(call, x, modules["w1"], modules["w3"]))
-
-
-def _why_not_feed_forward(module: Any) -> str | None:
-    name = "_forward_silu_gating"
-    return f"{name} was replaced" if name in module.__dict__ else None
 
 
 def _of(module: str) -> tuple[PatchSpec, ...]:
@@ -228,7 +222,7 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
             _feed_forward_forward,
             "swiglu",
             functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
-            condition=_why_not_feed_forward,
+            condition=partial(why_replaced, name="_forward_silu_gating"),
         ),
     )
 
