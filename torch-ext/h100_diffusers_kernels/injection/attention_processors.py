@@ -42,11 +42,10 @@ from .attention import (
     GRADIENT,
     NOT_WANTED,
     attend,
-    head_dim_of,
     project_out,
     query_key_value,
-    why_not_dtype,
     why_not_head_dim,
+    why_own_attention,
 )
 from .attention_backend import (
     DISPATCH,
@@ -56,9 +55,9 @@ from .attention_backend import (
     key_bias_of,
     run_own_in_parallel,
 )
-from .checks import KnownFunction, is_plain
+from .checks import KnownFunction
 from .context_parallel import config_of
-from .linears import DROPOUT, plain_weights
+from .linears import is_identity, plain_weights
 from .patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
 from .report import OWN_ATTENTION
 
@@ -94,9 +93,8 @@ def dispatch_attention_fn(
     options = (dropout_p, is_causal, scale, enable_gqa)
     parallel_config = more.get("parallel_config")
     if config_of(parallel_config) is not None and not attention_kwargs:
-        current = None
-        if not torch.compiler.is_dynamo_compiling():
-            current = getattr(_thread, "current", None)
+        is_traced = torch.compiler.is_dynamo_compiling()
+        current = None if is_traced else getattr(_thread, "current", None)
         if current is not None:
             current._ran = attention_takes(query, key, value)
             if current.has_repeated(attn_mask):
@@ -368,12 +366,7 @@ class ProcessorSpec(PatchSpec):
 
     def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
-        if isinstance(copy, str):
-            return copy
-        if not is_native(module.processor, copy.dispatches):
-            return CHOSEN
-        reason = why_not_head_dim(head_dim_of(module)) or why_not_dtype(module)
-        return None if reason is None else f"{OWN_ATTENTION}: {reason}"
+        return copy if isinstance(copy, str) else why_own_attention(module, copy.dispatches)
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -471,7 +464,14 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
         or (c is not None and c.shape[0] != x.shape[0])
     ):
         return None
-    layers = plain_attention_layers(modules, dtype)
+    # Weight and bias of the layers, if they and the output's dropout are plain and have this dtype.
+    layers: Any = None
+    outer = modules["to_out"]
+    if type(outer) is nn.ModuleList and len(outer._modules) == 2:
+        layer, dropout = outer._modules.values()
+        if is_identity(dropout):
+            each = (modules["to_q"], modules["to_k"], modules["to_v"], layer)
+            layers = plain_weights(dtype, *each)
     if layers is None:
         query, key, value = query_key_value(module, x, c)
         is_taken = attention_takes(query, key, value, heads)
@@ -491,18 +491,6 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
         out = attend(call, module, query, key, value, None, heads=heads)
         call.is_counted = False
     return project_out(module, out) if layers is None else linear(out, *to_out)
-
-
-def plain_attention_layers(modules: Any, dtype: torch.dtype) -> Any:
-    """Weight and bias of the layers for query, key, value and output, if they and the output's dropout are
-    plain and have this dtype."""
-    to_out = modules["to_out"]
-    if type(to_out) is not nn.ModuleList or len(to_out._modules) != 2:
-        return None
-    layer, dropout = to_out._modules.values()
-    if dropout.training or not is_plain(dropout, DROPOUT):
-        return None
-    return plain_weights(dtype, modules["to_q"], modules["to_k"], modules["to_v"], layer)
 
 
 # diffusers' ``Attention``, as in UNets.

@@ -128,7 +128,7 @@ _CLASSES: tuple[tuple, ...] = (
     ((HUNYUAN15,), "AttnBlock", _causal_attention_forward, "a causal mask made by frame", _MASK),
 )
 DECODER_LAYERS = tuple(
-    ExactSpec(f"{beginning}{rest}", *arguments, left_to_compiler=True)
-    for beginnings, rest, *arguments in _CLASSES
+    ExactSpec(f"{beginning}{rest}", forward, operation, functions, left_to_compiler=True)
+    for beginnings, rest, forward, operation, functions in _CLASSES
     for beginning in beginnings
 )

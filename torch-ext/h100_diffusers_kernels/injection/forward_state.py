@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..conditions import tracks_derivatives
-from .patch import Call, PatchSpec, is_bare
+from .patch import Call, PatchSpec, bare_stand_in
 
 
 class ForwardState:
@@ -57,7 +57,7 @@ class ForwardState:
         if not self._may_hand_over:
             return None
         successor = self._successors.get(id(block))
-        return successor if successor is not None and is_bare(spec, successor) else None
+        return successor if successor is not None and bare_stand_in(spec, successor) else None
 
     def calls(self, block: nn.Module) -> bool:
         """Whether the model itself calls the block, and not a user's module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,27 +11,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..conditions import an
-from . import (
-    chroma,
-    cogvideox,
-    cosmos,
-    flux,
-    flux2,
-    flux3,
-    hunyuan_video,
-    krea2,
-    ltx,
-    ltx2,
-    lumina2,
-    minimax_h3,
-    mochi,
-    qwenimage,
-    qwenimage21,
-    sd3,
-    unets,
-    wan,
-    z_image,
-)
 from .attention_backend import why_not_own_in_parallel
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
@@ -49,7 +29,7 @@ from .patch import (
     Injection,
     PatchSpec,
     StandIn,
-    can_patch,
+    class_forward_slot,
     placed,
     put_in,
     take_out,
@@ -60,13 +40,16 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-_MODULES: tuple[Any, ...] = (
-    *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
-    *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos, z_image, lumina2, krea2),
-    *(qwenimage21, minimax_h3),
-    unets,
+_FAMILY_MODULES = (
+    *("ltx", "ltx2", "wan", "hunyuan_video", "cogvideox", "mochi"),
+    *("flux", "flux2", "flux3", "chroma", "qwenimage", "sd3", "cosmos"),
+    *("z_image", "lumina2", "krea2", "qwenimage21", "minimax_h3", "unets"),
 )
-FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
+FAMILIES: tuple[Family, ...] = tuple(
+    family
+    for name in _FAMILY_MODULES
+    for family in importlib.import_module(f".{name}", __package__).FAMILIES
+)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
@@ -171,12 +154,13 @@ def inject_kernels(
         print(report)
     """
     options = _check_options(
+        precision,
+        keep,
         attention=attention,
         cuda_graphs=cuda_graphs,
         max_cuda_graphs=max_cuda_graphs,
         keep_originals=keep_originals,
     )
-    options.update(_check_precision(precision, keep))
     look_up_libraries()
     report = InjectionReport()
     pool = Pool()
@@ -278,7 +262,7 @@ def _plan(
     if pool is None:
         options = {**options, "cuda_graphs": False}
     if family is None:
-        options = {**options, **_check_precision(None, ()), "keep_originals": True}
+        options = {**options, "precision": None, "keep": (), "keep_originals": True}
     injection = vars(model).get(INJECTION)
     if injection is not None:
         compared = ("attention",) if pool is None else options
@@ -323,7 +307,7 @@ def _plan(
     in_part = IN_PART if report.replaced else NOT_AT_ALL
     report.levels[""] = in_part if family is None else IN_FULL
     if options["cuda_graphs"] and pool is not None and not plan.found_nothing:
-        if not can_patch(model):
+        if class_forward_slot(model) is None:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
         inner = next((s for s in stand_ins if s.module is model), None)
@@ -364,7 +348,7 @@ def _stand_ins(
     """A module's stand-in, if there can be one; the report says what it replaces."""
     report, own = injection.report, spec.known.own_forward
     reason = spec.why_left_alone(module, injection)
-    if reason is None and not can_patch(module):
+    if reason is None and class_forward_slot(module) is None:
         reason = _REPLACED
     if reason is None and (own is None or type(module).forward is not own):
         reason = UNKNOWN_FORWARD
@@ -396,7 +380,7 @@ def _report_stranger(
         report.leave(name, module, f"{an(class_name(module))}, called as it is")
 
 
-def _check_options(**options: Any) -> dict[str, Any]:
+def _check_options(precision: Any, keep: Any, **options: Any) -> dict[str, Any]:
     for name, value in options.items():
         cls, accepted = (int, "an int") if name == "max_cuda_graphs" else (bool, "True or False")
         if type(value) is not cls:
@@ -406,10 +390,6 @@ def _check_options(**options: Any) -> dict[str, Any]:
     count = options["max_cuda_graphs"]
     if count < 1:
         raise ValueError(f"inject_kernels: max_cuda_graphs must be 1 or more, got {count}")
-    return options
-
-
-def _check_precision(precision: Any, keep: Any) -> dict[str, Any]:
     accepted = " or ".join(["None", *map(repr, PRECISIONS)])
     if not isinstance(precision, (str, type(None))):
         raise TypeError(
@@ -424,7 +404,7 @@ def _check_precision(precision: Any, keep: Any) -> dict[str, Any]:
         raise ValueError(
             f"inject_kernels: keep must be empty without a precision, got {list(keep)}"
         )
-    return {"precision": precision, "keep": tuple(keep)}
+    return {**options, "precision": precision, "keep": tuple(keep)}
 
 
 def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]) -> None:

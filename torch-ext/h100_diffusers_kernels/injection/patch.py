@@ -296,7 +296,7 @@ class StandIn:
         reason = reason or replaced_function(self.functions)
         if reason is None and spec.condition is not None:
             reason = spec.condition(module)
-        if state is not None and spec.is_attention and not is_bare(spec, module):
+        if state is not None and spec.is_attention and not bare_stand_in(spec, module):
             state.distrust()  # hooks may write to the masks that it is given
             call.state = None
         result = call.decline(reason)
@@ -305,7 +305,7 @@ class StandIn:
         if result is NotImplemented:
             if state is not None:
                 state.shared.clear()  # its parts may write to what it was made from
-                if not is_bare(spec, module):
+                if not bare_stand_in(spec, module):
                     state.distrust()
             return spec.run_own(self, own, module, args, kwargs)
         if call.is_counted and not is_traced:
@@ -400,11 +400,6 @@ def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
     return stand_in if is_found else None
 
 
-def is_bare(spec: PatchSpec, module: Any) -> bool:
-    """Whether a call of the module runs a stand-in of this kind without hooks or wrappers."""
-    return bare_stand_in(spec, module) is not None
-
-
 # --------------------------------------------------------------------------------------------------
 # The place of a module's innermost forward
 
@@ -421,7 +416,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
             yield reference, name, getattr(reference, name, None)
 
 
-def _class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
+def class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
     """Holder and name of the innermost forward, the class's; None if unknown code replaced it."""
     for holder, name, value in _slots(module):
         is_bound = isinstance(value, MethodType) and value.__self__ is module
@@ -430,14 +425,9 @@ def _class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
     return None
 
 
-def can_patch(module: nn.Module) -> bool:
-    """Whether a stand-in can replace the class's forward."""
-    return _class_forward_slot(module) is not None
-
-
 def put_in(stand_in: StandIn) -> None:
     module: Any = stand_in.module
-    slot = _class_forward_slot(module)
+    slot = class_forward_slot(module)
     assert slot is not None
     setattr(*slot, stand_in.method)
     stand_in.injection.modules.append(weakref.ref(module))

@@ -322,7 +322,7 @@ def _transformer_forward(
         conv: Any = self.proj_out
         if not isinstance(conv, nn.Conv2d):
             conv = getattr(call.stand_in.injection.model(), "conv_in", None)
-        is_last = isinstance(conv, nn.Conv2d) and not conv.weight.is_contiguous()
+        is_last = isinstance(conv, nn.Conv2d) and conv.weight.stride(-1) != 1
         return (out if is_last else out.contiguous(),)
     others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
     return forward_with_state(self, call, hidden_states, **arguments, **others)
