@@ -70,16 +70,16 @@ class Method:
         return self if module is None else Method(self._function, module, self._name)
 
 
+@torch.inference_mode(False)  # in the mode torchao's tensors cannot be converted
 def _apply(layer: Any, own: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """``Module._apply``, by which ``to`` and ``half`` convert each layer."""
     original = original_of(layer)
-    with torch.inference_mode(False):  # in which torchao's tensors cannot be converted
-        if original is not None:
-            original.dtype = function(torch.empty(0, dtype=original.dtype, device="cpu")).dtype
-        return own(layer, function, *args, **kwargs)
+    original.dtype = function(torch.empty(0, dtype=original.dtype, device="cpu")).dtype
+    return own(layer, function, *args, **kwargs)
 
 
-def original_of(layer: nn.Module) -> Original | None:
+def original_of(layer: nn.Module) -> Any:
+    """The layer's ``Original``, or None."""
     return vars(layer).get(_ORIGINAL)
 
 
@@ -157,9 +157,7 @@ def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) ->
 def let_go(layers: Iterable[nn.Linear]) -> None:
     """Frees the original weights."""
     for layer in layers:
-        original = original_of(layer)
-        assert original is not None
-        original.parameter = None
+        original_of(layer).parameter = None
 
 
 @torch.inference_mode(False)
@@ -202,18 +200,18 @@ def _current_values(layer: Any, original: Original, on_host: bool = False) -> tu
     weight, parameter = weight_values(layer), original.parameter
     if parameter is not None:
         values = parameter.data if on_host or weight is None else parameter.data.to(weight.device)
-        if weight is None or _is_quantization_of(values, weight, _sample(values, on_host)):
+        if weight is None or _is_quantization_of(values, weight, on_host):
             return values.to(original.dtype), _RESTORED
     values = weight.dequantize(original.dtype)
     return _to_host(values) if on_host else values, _DEQUANTIZED
 
 
-def _sample(values: Tensor, is_small: bool = True) -> slice:
-    return slice(None, None, max(1, len(values) // 16) if is_small else 1)
+def _sample(rows: Tensor) -> Tensor:
+    return rows[:: max(1, len(rows) // 16)]
 
 
-def _is_quantization_of(values: Tensor, weight: Any, sample: slice) -> bool:
-    """Whether rows of an FP8 weight are those of the values, to within their rounding.
+def _is_quantization_of(values: Tensor, weight: Any, in_sample: bool) -> bool:
+    """Whether rows of an FP8 weight, all or a sample, are those of the values, to within their rounding.
 
     A comparison with ``quantized(values)`` would not do: devices round scales differently.
     """
@@ -221,7 +219,8 @@ def _is_quantization_of(values: Tensor, weight: Any, sample: slice) -> bool:
     if len(scale) != len(values):
         return False
     rows = max(1, _AT_ONCE // values.shape[1])
-    parts = (each[sample].split(rows) for each in (values, weight.qdata, scale))
+    compared = (values, weight.qdata, scale)
+    parts = (_sample(each).split(rows) if in_sample else each.split(rows) for each in compared)
     for part, *of_weight in zip(*parts, strict=True):
         rounded, of_rows = (each.float() for each in of_weight)
         exact = part.to(rounded.device).float()
@@ -246,13 +245,11 @@ def plain_weights(
     with torch.inference_mode(False):
         for layer in layers:
             original, weight = original_of(layer), layer.weight
-            assert original is not None
             values, _ = _current_values(layer, original, on_host)
             if weight.is_meta:
                 weight = nn.Parameter(weight_values(layer), weight.requires_grad)
             plain = nn.Parameter(values, weight.requires_grad)
-            rows = _sample(values) if on_host else slice(0)
-            taken.append((layer, original, weight, plain, values[rows].clone(), rows))
+            taken.append((layer, original, weight, plain, _sample(values).clone()))
     try:
         for layer, _, _, plain, *_ in taken:
             _set_weight(layer, plain)
@@ -261,8 +258,8 @@ def plain_weights(
         for layer, _, weight, *_ in taken:  # all of them first: what follows may fail
             weight.requires_grad_(layer.weight.requires_grad)
             _set_weight(layer, weight)
-        for layer, original, weight, plain, before, rows in taken:
-            if on_host and torch.equal(plain.data[rows], before):
+        for layer, original, weight, plain, before in taken:
+            if on_host and torch.equal(_sample(plain.data), before):
                 continue
             with torch.inference_mode(False):
                 new, on_cpu = quantized(plain.data.to(weight.device)), _to_host(plain.data)

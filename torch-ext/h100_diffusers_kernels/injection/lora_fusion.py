@@ -8,8 +8,7 @@ quantized again. So the fused weight has the values of the model that was fused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable
 
 import torch
@@ -33,20 +32,22 @@ _CALL_THE_LAYER = tuple(f"peft.tuners.{name}." for name in ("lora", "loha", "lok
 
 def follow_lora(model: Any) -> None:
     """Makes the model's methods that load and fuse adapters work with quantized layers."""
-    for name, function in _METHODS.items():
-        if hasattr(type(model), name):
-            setattr(model, name, Method(function, model, name))
+    _replace_methods(model)
     _follow_adapters(model.modules())
 
 
-def unfollow_lora(modules: Iterable[nn.Module]) -> None:
-    modules = list(modules)
+def unfollow_lora(modules: Sequence[nn.Module]) -> None:
     _follow_adapters(modules)  # those that peft itself loaded, too
     for module in modules:
-        attributes = vars(module)
-        for name in (*_METHODS, "merge", "unmerge"):
-            if isinstance(attributes.get(name), Method):
-                del attributes[name]
+        for name in _METHODS:
+            if isinstance(vars(module).get(name), Method):
+                delattr(module, name)
+
+
+def _replace_methods(module: nn.Module) -> None:
+    for name, function in _METHODS.items():
+        if hasattr(type(module), name):
+            setattr(module, name, Method(function, module, name))
 
 
 def layers_that_adapters_read(model: nn.Module) -> dict[nn.Module, str]:
@@ -71,8 +72,7 @@ def _follow_adapters(modules: Iterable[nn.Module]) -> list[Any]:
         cls: Any = type(adapter)
         if cls.__module__.endswith(".torchao"):  # peft's class for plain weights is its base
             adapter.__class__ = cls.__base__
-        for name, function in (("merge", _merge), ("unmerge", _unmerge)):
-            setattr(adapter, name, Method(function, adapter, name))
+        _replace_methods(adapter)
     return adapters
 
 
@@ -89,10 +89,9 @@ def _load(model: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
         result = own(model, *args, **kwargs)
     for adapter in _follow_adapters(model.modules()):
         device: Any = _base_layer(adapter).weight.device
-        for name, child in adapter.named_children():
-            for tensor in _tensors(child) if name != "base_layer" else ():
-                if id(tensor) not in known and "meta" not in (tensor.device.type, device.type):
-                    tensor.data = tensor.data.to(device)
+        for tensor in _tensors(adapter):
+            if id(tensor) not in known and "meta" not in (tensor.device.type, device.type):
+                tensor.data = tensor.data.to(device)
     classes = layers_that_adapters_read(model)
     given_back = [layer for layer in layers if layer in classes]
     restore(given_back, all_of_them=True)
@@ -115,21 +114,13 @@ def _fuse_lora(model: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def _merge(adapter: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
-    with _original_weight(adapter, "fuse_lora"):
+    """``merge`` and ``unmerge``, which changes nothing unless the adapter is merged."""
+    layer, unmerges = _base_layer(adapter), own.__name__ == "unmerge"
+    layers = [layer] if is_quantized(layer) and (adapter.merged or not unmerges) else []
+    if layers:
+        _check(adapter, "unfuse_lora" if unmerges else "fuse_lora")
+    with plain_weights(layers, load_quantizer("fp8")):
         own(adapter, *args, **kwargs)
-
-
-def _unmerge(adapter: Any, own: Callable) -> None:
-    with _original_weight(adapter, "unfuse_lora") if adapter.merged else nullcontext():
-        own(adapter)
-
-
-def _original_weight(adapter: Any, caller: str) -> Any:
-    layer: Any = _base_layer(adapter)
-    if not is_quantized(layer):  # its weight was replaced
-        return nullcontext()
-    _check(adapter, caller)
-    return plain_weights([layer], load_quantizer("fp8"))
 
 
 def _check(adapter: Any, caller: str) -> None:
@@ -157,4 +148,7 @@ _METHODS = {
     "load_lora_adapter": _load,
     "fuse_lora": _fuse_lora,
     "fuse_qkv_projections": _fuse_projections,
+    # Of adapters:
+    "merge": _merge,
+    "unmerge": _merge,
 }
