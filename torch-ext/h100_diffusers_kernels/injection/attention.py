@@ -48,6 +48,7 @@ from .linears import (
     linear_per_sample,
     linears,
     run_dropout,
+    swiglu_of_two,
     write_linear,
 )
 from .norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
@@ -453,6 +454,16 @@ def inputs_taken(x: Any, *others: Any) -> bool:
     return are_alike and (not tensors or kernels_take(*tensors))
 
 
+def gated_feed_forward(
+    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
+) -> Tensor:
+    """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
+    if not inputs_taken(x):
+        return call.refuse(x)
+    modules = self._modules
+    return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
+
+
 def query_key_value(
     module: Any,
     x: Any,
@@ -728,9 +739,7 @@ def _joint_query_key_value(
             ):
                 return None
     for stream, (_, options) in zip(streams, how):
-        made = stream.value if isinstance(stream.value, Tensor) else None
-        parameters = [value for value in options.values() if isinstance(value, Tensor)]
-        if is_differentiated(stream.query, stream.key, made, *parameters):
+        if is_differentiated(stream.query, stream.key, stream.value, *options.values()):
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None

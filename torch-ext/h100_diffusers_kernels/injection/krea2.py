@@ -26,6 +26,7 @@ from .attention import (
     AttentionSpec,
     attend,
     attention_weights,
+    gated_feed_forward,
     gated_feed_forward_weights,
     inputs_taken,
     norm_and_rotate,
@@ -34,7 +35,7 @@ from .attention import (
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_prologue
 from .embeddings import axial_positions
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import linear, swiglu_of_two, weights_of_products
+from .linears import linear, weights_of_products
 from .norm_modules import modulated
 from .norms import Upcasts, residual_norm
 from .patch import Call, PatchSpec
@@ -123,10 +124,7 @@ def _attention_forward(
 
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
-    x, modules = hidden_states, self._modules
-    if not inputs_taken(x):
-        return call.refuse(x)
-    return linear(modules["down"], swiglu_of_two(call, x, modules["gate"], modules["up"]))
+    return gated_feed_forward(self, call, hidden_states, gate="gate", value="up", out="down")
 
 
 def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ lengths, has the valid tokens first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
+    gated_feed_forward,
     gated_feed_forward_weights,
     image_weights,
     inputs_taken,
@@ -43,7 +45,6 @@ from .blocks import (
 from .checks import KnownClass, is_plain, why_not_plain
 from .embeddings import TIMESTEPS
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import linear, swiglu_of_two
 from .norms import norm_notes, read_norm, residual_norm
 from .patch import Call, Injection, PatchSpec
 
@@ -129,15 +130,6 @@ def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not inputs_taken(x):
-        return call.refuse(x)
-    layers = self._modules
-    return linear(
-        layers["linear_2"], swiglu_of_two(call, x, layers["linear_1"], layers["linear_3"])
-    )
-
-
 def _why_not_feed_forward(module: Any) -> str | None:
     silu = module._modules.get("silu")
     return None if is_plain(silu, _SILU) else f"its activation {why_not_plain(silu, _SILU)}"
@@ -175,7 +167,7 @@ _SPECS = (
     ),
     PatchSpec(
         "diffusers.models.attention:LuminaFeedForward",
-        _feed_forward_forward,
+        partial(gated_feed_forward, gate="linear_1", value="linear_3", out="linear_2"),
         "swiglu",
         condition=_why_not_feed_forward,
     ),

@@ -24,6 +24,7 @@ from ..conditions import kernels_take
 from .attention import (
     AttentionSpec,
     attend,
+    gated_feed_forward,
     gated_feed_forward_weights,
     image_weights,
     inputs_taken,
@@ -34,7 +35,7 @@ from .attention import (
 from .blocks import BlockSpec, ResidualBranch, begin, finish, norm_prologue
 from .checks import why_replaced
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import linear, swiglu_of_two, why_not_silu
+from .linears import linear, why_not_silu
 from .norms import ChosenRows, Modulator, chosen_norm_modulate, clip_to_float16, residual_norm
 from .patch import Call, PatchSpec
 
@@ -187,11 +188,8 @@ def _attend_in_text(
 
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
-    x, modules = hidden_states, self._modules
-    if not inputs_taken(x):
-        return call.refuse(x)
-    gated = swiglu_of_two(call, x, modules["gate_layer"], modules["proj"])
-    return linear(modules["out"], gated)
+    names = {"gate": "gate_layer", "value": "proj", "out": "out"}
+    return gated_feed_forward(self, call, hidden_states, **names)
 
 
 def _output_norm_forward(

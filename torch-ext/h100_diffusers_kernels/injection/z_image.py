@@ -26,6 +26,7 @@ from .attention import (
     attend,
     attention_weights,
     context_parallel_of,
+    gated_feed_forward,
     gated_feed_forward_weights,
     inputs_taken,
     key_lengths_of,
@@ -45,7 +46,7 @@ from .blocks import (
 )
 from .checks import KnownFunction, why_replaced
 from .forward_state import COMPUTED_ONCE, Family, model_spec
-from .linears import linear, swiglu_of_two
+from .linears import linear
 from .norms import residual_norm
 from .patch import Call, PatchSpec
 
@@ -189,13 +190,6 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.view_as_real(pairs * torch.complex(*tables)).flatten(3).type_as(x)
 
 
-def _feed_forward_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not inputs_taken(x):
-        return call.refuse(x)
-    modules = self._modules
-    return linear(modules["w2"], swiglu_of_two(call, x, modules["w1"], modules["w3"]))
-
-
 def _of(module: str) -> tuple[PatchSpec, ...]:
     """The specs of a file with these classes."""
     block: Callable[..., BlockSpec] = partial(
@@ -219,7 +213,7 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
         ),
         PatchSpec(
             f"{module}:FeedForward",
-            _feed_forward_forward,
+            partial(gated_feed_forward, gate="w1", value="w3", out="w2"),
             "swiglu",
             functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
             condition=partial(why_replaced, name="_forward_silu_gating"),
