@@ -180,14 +180,15 @@ def _received(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
-_Sizes = tuple["list[int] | None", "list[int] | None"]
-
-
-def _all_to_all(x: Tensor, sizes: _Sizes, group: Any) -> Tensor:
-    """All-to-all of x's first dimension. ``sizes``: received and sent, or None for equal ones."""
+def _all_to_all(x: Tensor, ranks: _Ranks, is_back: bool = False) -> Tensor:
+    """All-to-all of x's first dimension: this rank's tokens to each rank, or back."""
+    received = sent = None  # of equal sizes
+    if ranks.lengths is not None:
+        own = [ranks.lengths[dist.get_rank(ranks.group)]] * ranks.size
+        received, sent = (own, ranks.lengths) if is_back else (ranks.lengths, own)
     if is_differentiated(x):
-        return funcol.all_to_all_single_autograd(x, *sizes, group)
-    return funcol.all_to_all_single(x, *sizes, group)
+        return funcol.all_to_all_single_autograd(x, received, sent, ranks.group)
+    return funcol.all_to_all_single(x, received, sent, ranks.group)
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:
@@ -216,23 +217,15 @@ def _send_heads(config: Any, x: Tensor, ranks: _Ranks, query_heads: int) -> Call
                 )
             x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
         x = x.unflatten(2, (size, -1))
-    length = x.shape[1]
     sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
-    sizes: _Sizes = (None, None)
-    if ranks.lengths is not None:
-        sizes = ranks.lengths, [length] * size
-    received = _all_to_all(sent, sizes, ranks.group)
+    received = _all_to_all(sent, ranks)
     return lambda: _received(received).transpose(0, 1)
 
 
 def _send_back(x: Tensor, ranks: _Ranks) -> Tensor:
     """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
-    size = ranks.size
     sent = x.transpose(0, 1).contiguous()
-    sizes: _Sizes = (None, None)
-    if ranks.lengths is not None:
-        sizes = [ranks.lengths[dist.get_rank(ranks.group)]] * size, ranks.lengths
-    received = _received(_all_to_all(sent, sizes, ranks.group)).unflatten(0, (size, -1))
+    received = _received(_all_to_all(sent, ranks, is_back=True)).unflatten(0, (ranks.size, -1))
     return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 

@@ -289,12 +289,9 @@ def _spec(
 _CACHED, _STATES = "x feat_cache feat_idx", "hidden_states"
 _TIMED = f"{_STATES} temb"
 _RESNETS = (
-    _spec(f"{WAN}ResidualBlock", _CACHED),
-    _spec(f"{QWEN}ResidualBlock", _CACHED),
-    _spec(f"{QWEN21}ResidualBlock", _CACHED),
+    *(_spec(f"{name}ResidualBlock", _CACHED) for name in (WAN, QWEN, QWEN21)),
     _spec(f"{HUNYUAN}ResnetBlockCausal3D", _STATES),
-    _spec(f"{HUNYUAN15}ResnetBlock", _STATES),
-    _spec(f"{REFINER}ResnetBlock", _STATES),
+    *(_spec(f"{name}ResnetBlock", _STATES) for name in (HUNYUAN15, REFINER)),
     _spec(f"{_COGVIDEOX}ResnetBlock3D", "inputs temb zq conv_cache"),
     _spec(f"{_LTX}ResnetBlock3d", "inputs temb generator", forward=_ltx_forward, channels=-1),
     _spec(f"{_LTX2}LTX2VideoResnetBlock3d", "inputs temb generator causal", forward=_ltx_forward),
@@ -305,14 +302,10 @@ _unit_norm_end = partial(_end, activation="nonlinearity")
 _ENDS = (
     _group_norm_end(f"{_FILES}vae:Encoder", "sample"),
     _group_norm_end(f"{_FILES}vae:Decoder", "sample latent_embeds"),
-    _group_norm_end(f"{HUNYUAN}Encoder3D", _STATES),
-    _group_norm_end(f"{HUNYUAN}Decoder3D", _STATES),
-    _unit_norm_end(f"{WAN}Encoder3d", _CACHED),
-    _unit_norm_end(f"{WAN}Decoder3d", f"{_CACHED} first_chunk"),
-    _unit_norm_end(f"{QWEN}Encoder3d", _CACHED),
+    *(_group_norm_end(f"{HUNYUAN}{part}3D", _STATES) for part in _PARTS),
+    *(_unit_norm_end(f"{name}Encoder3d", _CACHED) for name in (WAN, QWEN, QWEN21)),
+    *(_unit_norm_end(f"{name}Decoder3d", f"{_CACHED} first_chunk") for name in (WAN, QWEN21)),
     _unit_norm_end(f"{QWEN}Decoder3d", _CACHED),
-    _unit_norm_end(f"{QWEN21}Encoder3d", _CACHED),
-    _unit_norm_end(f"{QWEN21}Decoder3d", f"{_CACHED} first_chunk"),
     *(_end(f"{name}{part}3D", _STATES) for name in (HUNYUAN15, REFINER) for part in _PARTS),
     _end(f"{_LTX}Encoder3d", _STATES, channels=-1),
     _end(f"{_LTX}Decoder3d", _TIMED, forward=_ltx_decoder_forward, channels=-1),

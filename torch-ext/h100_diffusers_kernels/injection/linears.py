@@ -506,16 +506,12 @@ GATED_ACTIVATIONS = (
 
 # The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
 # its result's, and the operation with a quantized result.
-
-
-def _swiglu_fp8_first(_: Any, h: Tensor) -> tuple[Tensor, Tensor]:
-    return functional.swiglu_fp8(h, activated="first")
-
-
 _FP8_ACTIVATIONS: tuple[Any, ...] = (
     (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: functional.gelu_fp8(h, m.approximate)),
     (GEGLU.known, _why_not_gelu, 2, lambda _, h: functional.geglu_fp8(h)),
     (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: functional.swiglu_fp8(h)),
-    (FLUX2_SWIGLU, _why_not_plain_gate, 2, _swiglu_fp8_first),
-    (FLUX3_SWIGLU, _why_not_plain_gate, 2, _swiglu_fp8_first),
+    *(
+        (known, _why_not_plain_gate, 2, lambda _, h: functional.swiglu_fp8(h, activated="first"))
+        for known in (FLUX2_SWIGLU, FLUX3_SWIGLU)
+    ),
 )

@@ -171,10 +171,6 @@ class _BasicBlockSpec(BlockSpec):
         return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
 
 
-def _why_not_block(module: Any) -> str | None:
-    return None if module._chunk_size is None else "its feed-forward is chunked"
-
-
 def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
     # Adding positions may change the dtype.
     if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
@@ -262,7 +258,7 @@ BASIC_BLOCK = _BasicBlockSpec(
     _block_forward,
     "layer_norm, gated_residual_layer_norm_modulate, gated_residual",
     left_to_compiler=True,
-    condition=_why_not_block,
+    condition=lambda self: None if self._chunk_size is None else "its feed-forward is chunked",
     norms=("norm1", "norm2", "norm3"),
 )
 
