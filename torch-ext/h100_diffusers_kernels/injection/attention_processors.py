@@ -104,32 +104,23 @@ def dispatch_attention_fn(
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # one row of keys per sample
-        result = _attention(query, key, value, mask, options)
+        result = _attention(query, key, value, mask, *options)
         if result is not None:
             return result
     return DISPATCH.function(query, key, value, attn_mask, *options, attention_kwargs, **more)
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **options: Any
 ) -> Any:
     """Replaces PyTorch's function of this name: query, key and value are (B, H, S, d)."""
-    options = (dropout_p, is_causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        result = _attention(*tensors, attn_mask, options)
+        result = _attention(*tensors, attn_mask, *args, **options)
         if result is not None:
             return result.transpose(1, 2)
     own: Any = torch.nn.functional.scaled_dot_product_attention
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-    return own(*arguments, scale=scale, enable_gqa=enable_gqa)
+    return own(query, key, value, attn_mask, *args, **options)
 
 
 class _Functional:
@@ -142,10 +133,16 @@ class _Functional:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, options: tuple[Any, Any, Any, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention of (B, S, H, d) on the kernel. If it cannot run, counts the reason and returns None."""
-    dropout_p, is_causal, scale, enable_gqa = options
     is_traced = torch.compiler.is_dynamo_compiling()
     current = None if is_traced else getattr(_thread, "current", None)
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
