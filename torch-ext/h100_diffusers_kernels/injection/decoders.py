@@ -197,10 +197,7 @@ def _run_fused(
         if isinstance(out, Tensor):
             fused.append(out)
             return out
-        if out is None:
-            call.is_counted = False
-        else:
-            call.fall_back(out)
+        call.fall_back(out)
         out = own(x, *more, **others)
         return modulated(out, *rows) if rows else out
 

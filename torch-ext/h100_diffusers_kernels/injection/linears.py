@@ -393,22 +393,16 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
     The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
     part.
     """
-    if is_plain(activation, GELU):
-        columns = _gelu_columns(layer, activation.approximate, x, into)
-        if columns is not None:
-            return columns
-        return linear_gelu(layer, activation, activation.approximate, x)
-    return activation(linear(layer, x))
-
-
-def _gelu_columns(layer: Any, approximate: str, x: Any, into: Any) -> Fp8Columns | None:
+    if not is_plain(activation, GELU):
+        return activation(linear(layer, x))
+    approximate = activation.approximate
     weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
-    if not weights or layer not in weights:
-        return None
-    columns = fp8_columns(into, x, weights[layer].values.shape[0])
-    if columns is not None:
-        fp8_gelu_product(quantized_rows(x), weights[layer], approximate, columns.last())
-    return columns
+    if weights and layer in weights:
+        columns = fp8_columns(into, x, weights[layer].values.shape[0])
+        if columns is not None:
+            fp8_gelu_product(quantized_rows(x), weights[layer], approximate, columns.last())
+            return columns
+    return linear_gelu(layer, activation, approximate, x)
 
 
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:

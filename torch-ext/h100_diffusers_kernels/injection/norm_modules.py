@@ -285,10 +285,7 @@ def modulated(
         out = _apply_norm(norm, x, upcasts, scale, shift)
     if isinstance(out, Tensor):
         return out
-    if out is None:
-        call.is_counted = False
-    else:
-        call.fall_back(out)
+    call.fall_back(out)
     if upcasts is Upcasts.TO_NEXT_LINEAR:
         scale, shift = scale.float(), None if shift is None else shift.float()
     return norm_modulate(None, owner, name, x, (scale, shift), upcasts)[0]

@@ -172,17 +172,20 @@ class Call:
         self.stand_in = stand_in
         self.state = state
 
-    def fall_back(self, reason: str) -> None:
+    def fall_back(self, reason: str | None) -> None:
         """Counts a fallback: the model's own code computes the call, or a part of it.
+
+        ``reason``: None if it is no fallback, because a derivative is requested.
 
         Raises:
             RuntimeError: if the environment forbids fallbacks.
         """
-        if torch.compiler.is_dynamo_compiling() or reason in self._reasons:
-            return
-        self._reasons += (reason,)
-        if self.stand_in.count.fall_back(reason):
+        if reason is None:
             self.is_counted = False
+        elif not torch.compiler.is_dynamo_compiling() and reason not in self._reasons:
+            self._reasons += (reason,)
+            if self.stand_in.count.fall_back(reason):
+                self.is_counted = False
 
     def leave_attention(self, reason: str) -> None:
         """Counts that the model's own code computes only attention, as the user chose, unless the report said
