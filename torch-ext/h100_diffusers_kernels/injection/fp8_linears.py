@@ -88,7 +88,8 @@ def _has_known_format(weight: Any) -> bool:
         and how.float8_dtype is _FP8
         and how.hp_value_lb is None
         and how.hp_value_ub is None
-        and _has_known_granularity(how.granularity)
+        and type(how.granularity).__name__ in ("PerTensor", "PerRow")
+        and getattr(how.granularity, "dim", -1) == -1
     )
 
 
@@ -115,11 +116,6 @@ def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
         # Files mapped into memory have any alignment. Tensors of a tracer have no address.
         and (is_traced or type(values) not in PLAIN_TYPES or values.data_ptr() % _MULTIPLE == 0)
     )
-
-
-def _has_known_granularity(granularity: Any) -> bool:
-    name = type(granularity).__name__
-    return name == "PerTensor" or (name == "PerRow" and getattr(granularity, "dim", -1) == -1)
 
 
 def are_plain_linears(*layers: Any) -> bool:
@@ -223,8 +219,7 @@ def fp8_gelu_product(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    how: Any = {"approximate": approximate, "out": out}
-    return functional.linear_gelu_fp8(x.values, x.scale, *found, **how)
+    return functional.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:

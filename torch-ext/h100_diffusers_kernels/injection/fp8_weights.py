@@ -30,10 +30,7 @@ _AT_ONCE = 2**24
 # Rounding to FP8 moves a value by at most 2**-4 of it or, if it is small, 2**-10 of its row's scale. The rest
 # is for the rounding to 16 bits.
 _ROUNDING, _SMALLEST_STEP = 2**-4 + 2**-8, 2**-9
-# What becomes of quantized layers when the kernels are ejected.
-_RESTORED = "have their original weights"
 _DEQUANTIZED = "have the dequantized values of the FP8 weights that they were given since"
-_STAY_QUANTIZED = "stay quantized, because keep_originals was False"
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -154,12 +151,6 @@ def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) ->
         parameter.data = on_host  # last, so that a failure leaves it where it was
 
 
-def let_go(layers: Iterable[nn.Linear]) -> None:
-    """Frees the original weights."""
-    for layer in layers:
-        original_of(layer).parameter = None
-
-
 @torch.inference_mode(False)
 def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
     """Gives quantized layers their original weights, on the device where the layer's weight is.
@@ -172,7 +163,7 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
     Returns:
         Whether there were any.
     """
-    outcomes: collections.Counter[str] = collections.Counter()
+    outcomes: collections.Counter[str | None] = collections.Counter()
     for module in modules:
         vars(module).pop("_apply", None)
         original: Original | None = vars(module).pop(_ORIGINAL, None)
@@ -180,30 +171,30 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
             continue
         parameter = original.parameter
         if parameter is None and not all_of_them:
-            outcomes[_STAY_QUANTIZED] += 1
+            outcomes["stay quantized, because keep_originals was False"] += 1
             continue
-        values, outcome = _current_values(module, original)
-        outcomes[outcome] += 1
+        values, are_others = _current_values(module, original)
+        outcomes[_DEQUANTIZED if are_others else None] += 1
         parameter = nn.Parameter(values) if parameter is None else parameter
         parameter.data = values
         parameter.requires_grad_(module.weight.requires_grad)
         _set_weight(module, parameter)
     for outcome, count in outcomes.items():
-        if outcome != _RESTORED:
+        if outcome is not None:
             logger.info("%s linear layers %s", count, outcome)
     return bool(outcomes)
 
 
-def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, str]:
+def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, bool]:
     """The values that a quantized layer's weight would have: the original's, or dequantized ones if the layer
-    got other FP8 values since, such as by ``load_state_dict``. In host memory a sample of rows tells."""
+    got other FP8 values since (True), such as by ``load_state_dict``. In host memory a sample tells."""
     weight, parameter = weight_values(layer), original.parameter
     if parameter is not None:
         values = parameter.data if on_host or weight is None else parameter.data.to(weight.device)
         if weight is None or _is_quantization_of(values, weight, on_host):
-            return values.to(original.dtype), _RESTORED
+            return values.to(original.dtype), False
     values = weight.dequantize(original.dtype)
-    return _to_host(values) if on_host else values, _DEQUANTIZED
+    return _to_host(values) if on_host else values, True
 
 
 def _sample(rows: Tensor) -> Tensor:
@@ -242,17 +233,16 @@ def plain_weights(
             again only if a sample of rows has changed.
     """
     taken = []
-    with torch.inference_mode(False):
-        for layer in layers:
-            original, weight = original_of(layer), layer.weight
-            values, _ = _current_values(layer, original, on_host)
-            if weight.is_meta:
-                weight = nn.Parameter(weight_values(layer), weight.requires_grad)
-            plain = nn.Parameter(values, weight.requires_grad)
-            taken.append((layer, original, weight, plain, _sample(values).clone()))
     try:
-        for layer, _, _, plain, *_ in taken:
-            _set_weight(layer, plain)
+        with torch.inference_mode(False):
+            for layer in layers:
+                original, weight = original_of(layer), layer.weight
+                values, _ = _current_values(layer, original, on_host)
+                if weight.is_meta:
+                    weight = nn.Parameter(weight_values(layer), weight.requires_grad)
+                plain = nn.Parameter(values, weight.requires_grad)
+                taken.append((layer, original, weight, plain, _sample(values).clone()))
+                _set_weight(layer, plain)
         yield
     finally:
         for layer, _, weight, *_ in taken:  # all of them first: what follows may fail

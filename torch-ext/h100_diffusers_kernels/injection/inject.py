@@ -19,7 +19,7 @@ from .decoder_layers import DECODER_LAYERS
 from .decoders import DECODERS
 from .forward_state import Family
 from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .fp8_weights import let_go, load_quantizer, quantize, renew_group_offloading, restore
+from .fp8_weights import load_quantizer, original_of, quantize, renew_group_offloading, restore
 from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .lora_fusion import follow_lora, unfollow_lora
 from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
@@ -34,7 +34,7 @@ from .patch import (
     put_in,
     take_out,
 )
-from .precision import PRECISIONS, choose_layers, unmatched, why_none
+from .precision import PRECISIONS, choose_layers, is_named, linear_layers, why_none
 from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
@@ -201,7 +201,8 @@ def inject_kernels(
                 _undo(plan.model, plan.injection)
         raise
     if not keep_originals:
-        let_go(layer for plan in plans for layer in plan.quantized.values())
+        for layer in (layer for plan in plans for layer in plan.quantized.values()):
+            original_of(layer).parameter = None
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
@@ -287,16 +288,15 @@ def _plan(
         report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL
         return plan
-    if family is not None and options["precision"] is not None:
-        plan.quantized.update(choose_layers(model, family.name, options, report))
-        report.quantized.extend(plan.quantized)
-    if family is None:
-        specs = _specs_in_part(model)
-    else:
+    specs = _specs_in_part(model)
+    if family is not None:
+        if options["precision"] is not None:
+            plan.quantized.update(choose_layers(model, family.name, options, report))
+            report.quantized.extend(plan.quantized)
         specs = _specs_of_family(model, family, set(map(id, plan.quantized.values())))
     for module_name, module, spec in specs:
         stand_ins += _stand_ins(module_name, module, spec, injection)
-        for path in () if family is None else getattr(spec, "inner", ()):
+        for path in getattr(spec, "inner", ()):  # of a family's blocks
             _report_stranger(report, module_name, module, path, family)
     if family is not None:
         for child, reason in family.left_alone.items():
@@ -417,11 +417,13 @@ def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]
             f"got {an(type(pipe_or_model).__name__)} without one"
         )
     models = [(plan.injection.report.model_name, plan.model) for plan in known]
-    for pattern in unmatched(options["keep"], models):
-        raise ValueError(
-            "inject_kernels: each name in keep must match a linear layer or a module around one, "
-            f"got {pattern!r}"
-        )
+    layers = [(prefix, *names) for prefix, model in models for *names, _ in linear_layers(model)]
+    for pattern in options["keep"]:
+        if not any(is_named(pattern, *names) for names in layers):
+            raise ValueError(
+                "inject_kernels: each name in keep must match a linear layer or a module around one, "
+                f"got {pattern!r}"
+            )
     if any(plan.quantized or plan.is_in_place for plan in known):
         return
     reason = why_none(plan.injection.report for plan in known)
@@ -460,9 +462,8 @@ def _models_in(
     """
     modules = list(component.named_modules())
     known = [(n, m, family) for n, m in modules if (family := family_of(m)) is not None]
-    for module_name, module, family in known:
-        yield join(name, module_name), module, family
     if known:
+        yield from ((join(name, n), m, family) for n, m, family in known)
         return
     cls: Any = find_class(_MODEL)
     outermost: list[str] = []

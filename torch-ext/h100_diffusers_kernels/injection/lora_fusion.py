@@ -52,11 +52,10 @@ def _replace_methods(module: nn.Module) -> None:
 
 def layers_that_adapters_read(model: nn.Module) -> dict[nn.Module, str]:
     """The layers with whose weights adapters compute, each with the adapter's class."""
-    adapters = (module for module in model.modules() if "base_layer" in module._modules)
-    names = ((_base_layer(adapter), class_name(adapter)) for adapter in adapters)
+    adapters = ((m, class_name(m)) for m in model.modules() if "base_layer" in m._modules)
     return {
-        layer: name
-        for layer, name in names
+        _base_layer(adapter): name
+        for adapter, name in adapters
         if name.startswith("peft.") and not name.startswith(_CALL_THE_LAYER)
     }
 
@@ -125,8 +124,7 @@ def _merge(adapter: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
 
 def _check(adapter: Any, caller: str) -> None:
     layer: Any = _base_layer(adapter)
-    original = original_of(layer)
-    if original is not None and original.parameter is None:
+    if original_of(layer).parameter is None:
         raise RuntimeError(
             f"{caller}: the original weights are needed, and inject_kernels let them go because "
             "keep_originals was False"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ class Layers(NamedTuple):
     Attributes:
         blocks: its lists of blocks.
         layers: layers of a block, by their names in it.
-        source: where the choice comes from.
         fast_only: layers that only "fp8-fast" quantizes.
         fast_blocks: lists of blocks that only "fp8-fast" quantizes.
         ends: the number of blocks at each end of the first list that "fp8" leaves.
@@ -48,7 +47,6 @@ class Layers(NamedTuple):
 
     blocks: tuple[str, ...]
     layers: tuple[str, ...]
-    source: str
     fast_only: tuple[str, ...] = ()
     fast_blocks: tuple[str, ...] = ()
     ends: int = 0
@@ -62,43 +60,26 @@ _ATTENTION = (
 )
 _FEED_FORWARD = ("*ff*.net.0.proj", "*ff*.net.2")
 _TWO_LISTS = ("transformer_blocks", "single_transformer_blocks")
-_SINGLE = ("proj_mlp", "proj_out")
 
-_TORCHAO = "torchao's and SGLang's recipes: all but embedders, modulations and outputs"
-_MODEL_OPT = "NVIDIA Model Optimizer's filter"
-
-_FLUX = Layers(_TWO_LISTS, (*_ATTENTION, *_FEED_FORWARD, *_SINGLE), f"{_TORCHAO}; {_MODEL_OPT}")
-_HUNYUAN = _FLUX._replace(source=_TORCHAO)
-_WAN = Layers(
-    ("blocks", "vace_blocks"),
-    _FEED_FORWARD,
-    f"{_MODEL_OPT} leaves three blocks at each end; with attention in FP8, too, videos were reported to "
-    "collapse, with feed-forwards alone not",
-    fast_only=_ATTENTION,
-    ends=3,
-    fast_ends=3,
-)
-_ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD), _TORCHAO)
-_LTX = _ONE_LIST._replace(
-    source="Lightricks' FP8 checkpoint of LTX-2 leaves two blocks at each end", ends=2
-)
-_QWEN = _ONE_LIST._replace(
-    layers=(*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"),
-    source=f"{_MODEL_OPT} leaves two blocks at each end",
-    ends=2,
-)
+# torchao's and SGLang's recipes quantize all but embedders, modulations and outputs. NVIDIA Model Optimizer
+# has filters for FLUX, SD 3, SDXL, Wan and Qwen-Image; of the last two it leaves blocks at each end.
+_FLUX = Layers(_TWO_LISTS, (*_ATTENTION, *_FEED_FORWARD, "proj_mlp", "proj_out"))
+# With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
+_WAN = Layers(("blocks", "vace_blocks"), _FEED_FORWARD, fast_only=_ATTENTION, ends=3, fast_ends=3)
+_ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD))
+_LTX = _ONE_LIST._replace(ends=2)  # as in Lightricks' FP8 checkpoint of LTX-2
 
 # By the family's name. Blocks that only refine the text are left: they take little time.
 LAYERS: dict[str, Layers] = {
-    "LTX-Video": _LTX._replace(source=f"as LTX-2, whose blocks it has; {_LTX.source}"),
+    "LTX-Video": _LTX,
     "LTX-2": _LTX,
     "Wan": _WAN,
     "Wan-Animate": _WAN,
     "ChronoEdit": _WAN,
     "SkyReels-V2": _WAN,
-    "HunyuanVideo": _HUNYUAN,
+    "HunyuanVideo": _FLUX,
     "HunyuanVideo 1.5": _ONE_LIST,
-    "HunyuanImage": _HUNYUAN,
+    "HunyuanImage": _FLUX,
     "CogVideoX": _ONE_LIST,
     "Mochi": _ONE_LIST,
     "FLUX.1": _FLUX,
@@ -108,30 +89,27 @@ LAYERS: dict[str, Layers] = {
     "FLUX.3": Layers(
         ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
         (*_ATTENTION, "*ff*.linear_*"),
-        "as FLUX.2",
     ),
-    "Chroma": _FLUX._replace(source="as FLUX.1"),
-    "Qwen-Image": _QWEN,
-    "Qwen-Image 2.1": _QWEN._replace(
-        layers=(*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"),
-        source="as Qwen-Image",
+    "Chroma": _FLUX,
+    "Qwen-Image": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"), ends=2
     ),
-    "Stable Diffusion 3": _ONE_LIST._replace(source=f"{_TORCHAO}; {_MODEL_OPT}"),
+    "Qwen-Image 2.1": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"), ends=2
+    ),
+    "Stable Diffusion 3": _ONE_LIST,
     "Cosmos": _ONE_LIST._replace(
         blocks=("transformer_blocks", "control_blocks"),
         layers=(*_ATTENTION, *_FEED_FORWARD, "*attn*.[qkv]_img"),
     ),
+    # With modulations and embedders in FP8, too, images were reported to be noise.
     "Z-Image": Layers(
         ("layers", "control_layers"),
         ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
-        f"{_TORCHAO}; with modulations and embedders in FP8, too, images were reported to be noise",
         fast_blocks=("noise_refiner", "control_noise_refiner"),
     ),
     "Lumina 2": Layers(
-        ("layers",),
-        (*_ATTENTION, "feed_forward.linear_*"),
-        "as Z-Image",
-        fast_blocks=("noise_refiner",),
+        ("layers",), (*_ATTENTION, "feed_forward.linear_*"), fast_blocks=("noise_refiner",)
     ),
     "Krea 2": _ONE_LIST._replace(
         layers=(*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
@@ -143,7 +121,6 @@ LAYERS: dict[str, Layers] = {
             for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
         ),
         (*_ATTENTION, *_FEED_FORWARD),
-        f"{_MODEL_OPT} for SDXL",
     ),
 }
 
@@ -218,12 +195,6 @@ def linear_layers(model: nn.Module, path: str = "", public_path: str = "") -> It
             yield from linear_layers(child, name, public_name)
 
 
-def unmatched(keep: Sequence[str], models: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """The patterns that match no linear layer of these models."""
-    layers = [(prefix, *names) for prefix, model in models for *names, _ in linear_layers(model)]
-    return [p for p in keep if not any(is_named(p, *names) for names in layers)]
-
-
 def is_named(pattern: str, prefix: str, *names: str) -> bool:
     """Whether a pattern matches one of a layer's names, with or without the model's name in the pipeline, or
     the name of a module around it."""
@@ -235,11 +206,9 @@ def is_named(pattern: str, prefix: str, *names: str) -> bool:
 def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str) -> str | None:
     for number, blocks in enumerate(table.blocks + table.fast_blocks):
         match = re.fullmatch(rf"({_expression(blocks)})\.(\d+)\.(.*)", name)
-        if match is None:
+        if match is None or not _is_one_of(table.layers + table.fast_only, match[3]):
             continue
         path, index, layer = match[1], int(match[2]), match[3]
-        if not _is_one_of(table.layers + table.fast_only, layer):
-            continue
         length = len(model.get_submodule(path)._modules)
         ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else (0, 0)
         from_end = min(index, length - 1 - index)

@@ -176,9 +176,7 @@ class InjectionReport:
 
     def count_of(self, name: str, module: str) -> CallCount:
         """The count of a replaced module's calls."""
-        if name not in self.counts:
-            self.counts[name] = CallCount(name, module, self)
-        return self.counts[name]
+        return self.counts.setdefault(name, CallCount(name, module, self))
 
     def fresh(self) -> InjectionReport:
         """The report of a model's copy, in which nothing is counted yet."""
