@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,27 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..conditions import an
+from . import (
+    chroma,
+    cogvideox,
+    cosmos,
+    flux,
+    flux2,
+    flux3,
+    hunyuan_video,
+    krea2,
+    ltx,
+    ltx2,
+    lumina2,
+    minimax_h3,
+    mochi,
+    qwenimage,
+    qwenimage21,
+    sd3,
+    unets,
+    wan,
+    z_image,
+)
 from .attention_backend import why_not_own_in_parallel
 from .attention_processors import attention_spec
 from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
@@ -40,16 +60,12 @@ from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-_FAMILY_MODULES = (
-    *("ltx", "ltx2", "wan", "hunyuan_video", "cogvideox", "mochi"),
-    *("flux", "flux2", "flux3", "chroma", "qwenimage", "sd3", "cosmos"),
-    *("z_image", "lumina2", "krea2", "qwenimage21", "minimax_h3", "unets"),
+_MODULES: tuple[Any, ...] = (
+    *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
+    *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos),
+    *(z_image, lumina2, krea2, qwenimage21, minimax_h3, unets),
 )
-FAMILIES: tuple[Family, ...] = tuple(
-    family
-    for name in _FAMILY_MODULES
-    for family in importlib.import_module(f".{name}", __package__).FAMILIES
-)
+FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
