@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Runs diffusers' own tests of models plain and with kernels injected at birth, and lists what differs.
 
 The tests are in diffusers' repository, of which a checkout's `tests` folder is needed, with `models` and the
