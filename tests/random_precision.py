@@ -32,6 +32,7 @@ from fp8_models import is_quantized
 from graphs import module_of
 from small_models import run
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = {"ltx": 3, "flux": 1, "z_image": 2, "qwenimage": 3}
 TARGETS = r".*blocks?\..*(to_q|to_v|add_v_proj|net\.2|proj_out)|layers\..*(to_q|to_v|w2)"
 # The distance of weights in FP8, each with its largest value in a row. One that was left out is 0.3 or more.
@@ -81,7 +82,7 @@ class Pair:
 
     def model(self, seed):
         blocks = BLOCKS[self.family.name]
-        model = self.family.model("cpu", torch.bfloat16, seed=seed, blocks=blocks, **KERNEL_HEADS)
+        model = self.family.model(DEVICE, torch.bfloat16, seed=seed, blocks=blocks, **KERNEL_HEADS)
         return model.requires_grad_(False)
 
     def both(self, act):
@@ -116,7 +117,7 @@ class Pair:
                 raise Difference(f"{name} is {error:.3g} of its norm from the plain model's")
 
     def forward(self, rng):
-        arguments = self.family.inputs("cpu", self.plain.dtype, seed=rng.randrange(9))
+        arguments = self.family.inputs(DEVICE, self.plain.dtype, seed=rng.randrange(9))
         results = []
         self.both(lambda model: results.append(run(model, arguments)))
         expected, out = results
@@ -262,7 +263,7 @@ class Pair:
 
     def offload(self, rng):
         kind = rng.choice(["model", "block_level", "leaf_level"])
-        self.both(lambda model: changes.offload(model, kind, "cpu"))
+        self.both(lambda model: changes.offload(model, kind, DEVICE))
         self.is_offloaded = True
 
 

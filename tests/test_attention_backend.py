@@ -86,8 +86,10 @@ def test_masks_as_for_the_native_backend(backend, device):
             valid = torch.rand(shape, device=device) < 0.7
             valid[..., -1] = True
             for mask in (valid, torch.randn(shape, device=device).to(BF16)):
-                options = {"attn_mask": mask, "backend": "native"}
-                expected = attention_dispatch.dispatch_attention_fn(q, k, v, **options)
+                exact = [x.double() for x in (q, k, v)]
+                bias = mask if mask.dtype == torch.bool else mask.double()
+                options = {"attn_mask": bias, "backend": "native"}
+                expected = attention_dispatch.dispatch_attention_fn(*exact, **options)
                 assert relative_distance(dispatch(q, k, v, mask), expected) < 0.02, (shape, mask)
 
 

@@ -916,7 +916,8 @@ def test_other_adapters(kernel, device):
             kernel.eject_kernels(model)
             if not options:
                 assert_unchanged(model)
-                assert torch.equal(run(model, arguments), run(plain, arguments))
+                # peft computed what some adapters start with on the host here, on the device there.
+                assert_close(run(model, arguments), run(plain, arguments), 0.01)
 
 
 def test_adapters_that_read_weights(kernel, device):

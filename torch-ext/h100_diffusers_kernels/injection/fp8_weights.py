@@ -185,6 +185,7 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
     return bool(outcomes)
 
 
+@torch.no_grad()
 def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, bool]:
     """The values that a quantized layer's weight would have: the original's, or dequantized ones if the layer
     got other FP8 values since (True), such as by ``load_state_dict``. In host memory a sample tells."""
@@ -274,7 +275,9 @@ def plain_weights(
 def weight_values(layer: nn.Linear) -> Any:
     """The values of a layer's weight, wherever they are; None if they are not in memory."""
     if not layer.weight.is_meta:
-        return layer.weight.data
+        # Under group offloading FP8 values may be on another device than their tensor says, which cannot be
+        # detached then.
+        return layer.weight if is_quantized(layer) else layer.weight.data
     place = _place_of_values(layer)
     return None if place is None else place[0][place[1]]
 
