@@ -21,7 +21,6 @@ from diffusers.models.transformers import transformer_wan
 from torch import nn
 
 import fp8_models
-from changes import offload
 from checks import relative_distance
 from emulated_graphs import EmulatedGraph
 from families import FAMILIES, run
@@ -325,7 +324,7 @@ def check_hooks(kernel, name, kinds=None):
         for handle in handles:
             handle.remove()
     expected = run(plain, arguments)
-    offload(model, "leaf_level", "cpu")
+    model.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
     assert relative_distance(run(model, arguments), expected) < 2e-6
 
 
