@@ -302,9 +302,11 @@ class StandIn:
         if state is not None and spec.is_attention and not bare_stand_in(spec, module):
             state.distrust()  # hooks may write to the masks that it is given
             call.state = None
-        result = call.decline(reason)
+        result: Any = NotImplemented
         if reason is None:
             result = spec.forward(module, call, *args, **kwargs)
+        else:
+            call.fall_back(reason)
         if result is NotImplemented:
             if state is not None:
                 state.shared.clear()  # its parts may write to what it was made from
