@@ -19,6 +19,7 @@ GPU time is missing for models that wait for the GPU. Writes to benchmarks/resul
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import re
@@ -275,6 +276,7 @@ def measure(
     report = models.inject(kernel, twins["injected"], "injected")
     stopwatch = timing.Stopwatch(device)
     for name, forward in forwards.items():
+        before = _fallbacks(report)
         both = {mode: functools.partial(forward, twin) for mode, twin in twins.items()}
         timing.interleave(both, WARM_UP_CALLS, device)
         result: dict[str, Any] = {
@@ -292,10 +294,15 @@ def measure(
         for kind in ("wall", "gpu"):
             of_kind = result[f"{kind}_ms"]
             result[f"{kind}_speedup"] = of_kind and of_kind["eager"] / of_kind["injected"]
+        result["fell_back"] = sorted(_fallbacks(report) - before)
         yield result
-    reasons = sorted({reason for calls in report.calls for reason in calls.fell_back})
-    if reasons:
-        result["fell_back"] = reasons
+
+
+def _fallbacks(report: Any) -> collections.Counter[str]:
+    """The number of calls that the model's own code computed, by reason."""
+    return sum(
+        (collections.Counter(calls.fell_back) for calls in report.calls), collections.Counter()
+    )
 
 
 def slower(results: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -315,7 +322,7 @@ def show(results: list[dict[str, Any]]) -> None:
                 *(result[key] for key in keys),
                 *result[f"{kind}_ms"].values(),
                 result[f"{kind}_speedup"],
-                "; ".join(result.get("fell_back", [])),
+                "; ".join(result["fell_back"]),
             ]
             for result in found
         ]
