@@ -122,7 +122,7 @@ def build(
     torch.manual_seed(seed)
     with device:
         model = cls(**config)
-    return randomize(model, dtype)
+    return randomize(model.to(device), dtype)  # some tensors are made on the CPU
 
 
 def builder(

@@ -342,17 +342,18 @@ def copy_steps(family):
 
 
 def modulation_steps(family):
-    """Hooks on the second block that change the argument of its modulation."""
-    name = family.condition
-    path = family.parts["next_block"]
-    block = family.part(family.model("cpu"), "next_block")
-    assert name in inspect.signature(type(block).forward).parameters
-    for kind in ("keyword", "last keyword", "parameter"):
-        for way in ("replace", "in place", "data"):
-            yield from (step("hook", module=path, kind=kind, way=way), FORWARD)
-            if kind == "parameter":  # which the next forward changes again
-                yield FORWARD
-            yield step("unhook")
+    """Hooks on blocks of each kind that change the argument of their modulation."""
+    model, first = family.model("cpu"), family.parts["next_block"]
+    others = (f"{blocks}.0" for blocks in family.block_lists if not first.startswith(blocks))
+    for path in (first, *others):
+        parameters = inspect.signature(type(model.get_submodule(path)).forward).parameters
+        assert family.condition in parameters or path != first
+        for kind in ("keyword", "last keyword", "parameter"):
+            for way in ("replace", "in place", "data"):
+                yield from (step("hook", module=path, kind=kind, way=way), FORWARD)
+                if kind == "parameter":  # which the next forward changes again
+                    yield FORWARD
+                yield step("unhook")
 
 
 def two_stream_steps(family):

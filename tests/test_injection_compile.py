@@ -103,14 +103,15 @@ SIZES = [{"tokens": 1}, {"tokens": 3, "text_length": 7}, {"tokens": 4, "text_len
 @pytest.mark.slow
 @every_family
 @pytest.mark.drawn(times=0, period=5)
-def test_as_many_graphs_as_plain(kernel, device, family):
+def test_no_more_graphs_than_plain(kernel, device, family):
     if family.name == "flux3":
         pytest.skip("its text blocks are given one row for all tokens, which is another layout")
     model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     sizes = [*SIZES, {"tokens": 2, "batch": 3}, {"tokens": 5, "batch": 4, "text_length": 8}]
     expected = graphs_over_sizes(family, plain, device, sizes)
-    assert graphs_over_sizes(family, model, device, sizes) == expected
+    graphs = graphs_over_sizes(family, model, device, sizes)
+    assert all(count <= most for count, most in zip(graphs, expected, strict=True))
 
 
 def test_two_graphs_for_all_sizes(kernel, device):

@@ -14,6 +14,7 @@ from diffusers.models.autoencoders import (
     autoencoder_kl_hunyuanimage_refiner,
     autoencoder_kl_hunyuanvideo15,
     autoencoder_kl_qwenimage,
+    autoencoder_kl_qwenimage21,
     autoencoder_kl_wan,
 )
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
@@ -452,6 +453,19 @@ def test_layouts(kernel, device, make, layout):
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-5)
     assert fallen_back(report) == {}
+
+
+def test_format_of_an_image(kernel, device):
+    """Qwen-Image 2.1's convolution takes it without the frame, whose stride says nothing then."""
+    norm = autoencoder_kl_qwenimage21.QwenImage21RMS_norm(32, images=False).to(device)
+    model, plain, _ = injected(kernel, nn.Sequential(norm))
+    x = torch.randn(2, 6, 4, 32, device=device)[:, None].permute(0, 4, 1, 2, 3)
+    for stride in (32, 768):
+        image = x.as_strided(x.shape, (768, 1, stride, 128, 32))
+        with torch.no_grad():
+            out, expected = model(image), plain(image)
+        torch.testing.assert_close(out, expected)
+        assert out.squeeze(2).stride() == expected.squeeze(2).stride() == (768, 1, 128, 32)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)

@@ -124,7 +124,8 @@ def _one_row(temb: Tensor) -> Tensor:
 
 def _modulation_forward(self: Any, call: Call, temb: Tensor) -> Tensor:
     # Hooks may write to the result, and writes to an expanded tensor raise.
-    row = temb if is_wrapped(self) else _one_row(temb)
+    is_read = not is_wrapped(self) and call.state is not None and not call.state.has_hooks()
+    row = _one_row(temb) if is_read else temb
     out = linear(self._modules["linear"], row)
     return out if row is temb else out.expand(-1, temb.shape[1], -1)
 

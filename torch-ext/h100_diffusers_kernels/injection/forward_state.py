@@ -32,6 +32,7 @@ class ForwardState:
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
+        self._blocks: list[nn.Module] = []
         self._successors: dict[int, Any] = {}  # the block after each block of a list, or None
         for path in block_lists:
             blocks: Any = model
@@ -39,6 +40,7 @@ class ForwardState:
                 blocks = None if blocks is None else blocks._modules.get(name)
             if type(blocks) is nn.ModuleList:
                 each: list[Any] = list(blocks._modules.values())
+                self._blocks += each
                 self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
@@ -58,6 +60,10 @@ class ForwardState:
             return None
         successor = self._successors.get(id(block))
         return successor if successor is not None and bare_stand_in(spec, successor) else None
+
+    def has_hooks(self) -> bool:
+        """Whether hooks get the blocks' arguments."""
+        return any(block._forward_pre_hooks for block in self._blocks)
 
     def calls(self, block: nn.Module) -> bool:
         """Whether the model itself calls the block, and not a user's module."""

@@ -97,7 +97,6 @@ def _resnet_forward(
     x = modules["conv2"](run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
-        input_tensor = input_tensor.contiguous() if self.training else input_tensor
         input_tensor = shortcut(input_tensor)
     x = input_tensor + x
     factor = self.output_scale_factor
