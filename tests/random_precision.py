@@ -78,7 +78,7 @@ class Pair:
         self.tested = copy.deepcopy(self.plain)
         self.exact, self.options, self.adapter, self.changes = True, None, None, 0
         self.conversions = 0
-        self.is_offloaded = False
+        self.is_offloaded = self.has_had_adapter = False
 
     def model(self, seed):
         blocks = BLOCKS[self.family.name]
@@ -111,7 +111,9 @@ class Pair:
             b = b.dequantize() if in_fp8 else b
             limit = ROUNDED * (1 + self.changes)
             if self.exact and not in_fp8:
-                limit = 1e-3 if self.conversions > 1 else 0
+                # peft starts some adapters on the device of the originals, which rounds differently.
+                is_rounded = self.conversions > 1 or (self.has_had_adapter and DEVICE == "cuda")
+                limit = 1e-3 if is_rounded else 0
             error = 0.0 if torch.equal(a, b) else relative_distance(b, a)
             if not error <= limit:
                 raise Difference(f"{name} is {error:.3g} of its norm from the plain model's")
@@ -147,12 +149,12 @@ class Pair:
 
     def add_adapter(self, rng):
         if self.adapter is None:
-            self.adapter = rng.choice(list(ADAPTERS))
+            self.adapter, self.has_had_adapter = rng.choice(list(ADAPTERS)), True
             self.both(lambda model: model.add_adapter(ADAPTERS[self.adapter]()))
 
     def load_lora(self, rng):
         if self.adapter is None:
-            self.adapter = "loaded"
+            self.adapter, self.has_had_adapter = "loaded", True
             layers = {
                 name: layer
                 for name, layer in self.plain.named_modules()
@@ -308,8 +310,10 @@ def random_sequence(seed):
     try:
         for i in range(rng.randint(6, 14)):
             name = rng.choices(list(ACTIONS), ACTIONS.values())[0] if i != first else "inject"
-            # torchao's tensors have no state_dict in inference mode. Copies made in it cannot be converted.
+            # torchao's tensors have no state_dict in inference mode. Copies made in it cannot be converted,
+            # nor can offloading move them to a GPU in it.
             mode = rng.random() < 0.1 and name not in ("load_state", "copy")
+            mode = mode and not (pair.is_offloaded and DEVICE == "cuda")
             steps.append(f"{name}, in inference mode" if mode else name)
             with torch.inference_mode(mode) if mode else torch.no_grad():
                 getattr(pair, name)(rng)

@@ -403,6 +403,34 @@ def test_float32_tokens(kernel, device, keeps_float32):
     assert on_kernels(report)["RMSNorm"] and fallen_back(report) == {}
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("change", [None, "hook", "norm"])
+def test_rotation_of_a_part(kernel, device, batch, change):
+    """Of MiniMax-H3's attention: one launch of both norms, and one that rotates in place, of one sample."""
+    small = MINIMAX_H3.model(device, BFLOAT16).decoder
+    plain = nn.ModuleList([small.transformer_blocks[0].attn])
+    if change == "hook":
+        plain[0].norm_q.register_forward_hook(lambda module, args, out: out * 1.5)
+    elif change == "norm":
+        plain[0].norm_q = nn.LayerNorm(64, elementwise_affine=False)
+    model, plain, _ = injected(kernel, plain)
+
+    def make_arguments(dtype, seed):
+        generator = torch.Generator(device).manual_seed(seed)
+        x = torch.randn(batch, 7, 128, device=device, generator=generator).to(dtype)
+        positions = torch.randn(1, 7, 3, device=device, generator=generator)
+        return {"x": x, "tables": small.rope(positions.expand(batch, -1, -1))}
+
+    def forward(modules, arguments):
+        with torch.no_grad():
+            return modules[0](arguments["x"], arguments["tables"])
+
+    calls = ltx_models.kernel_calls(lambda: forward(model, make_arguments(BFLOAT16, 0)))
+    assert calls["attention"] == 1
+    assert ("qk_norm_rope_out" in calls) == (change is None and batch == 1)
+    assert_as_close_as_eager(model, plain, make_arguments, 8, forward)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 def test_the_least_norm(kernel, device, dtype):
     """``x / max(||x||, 1e-12)`` of tiny values and zeros is that of the class."""

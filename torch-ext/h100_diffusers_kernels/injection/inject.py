@@ -507,7 +507,7 @@ def family_of(module: nn.Module) -> Family | None:
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes
 # before or after it. A module's stand-in computes the same from the same arguments.
 _IN_PART: tuple[PatchSpec, ...] = (
-    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK),
+    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, minimax_h3.VIDEO_ATTENTION),
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,

@@ -148,6 +148,30 @@ def _rotated(call: Call) -> Any:
     return lambda x, tables: rotate(x, *tables)
 
 
+def _video_attention_forward(
+    self: Any, call: Call, hidden_states: Tensor, rotary_emb: Any = None
+) -> Tensor:
+    """Of the video decoder, whose tables are (B, S, 1, r)."""
+    x = hidden_states
+    if not inputs_taken(x):
+        return call.refuse(x)
+    if rotary_emb is None:
+        return NotImplemented
+    tables = tuple([t[0, :, 0] if t.shape[0] == 1 else t for t in rotary_emb])
+    query, key, value = query_key_value(self, x, None)
+    query, key = norm_and_rotate_part(call, self, query, key, tables, _rotated_part, self.heads)
+    out = attend(call, self, query, key, value, None, heads=self.heads)
+    return linear(self._modules["to_out"][0], out)  # its processor calls no dropout
+
+
+def _rotated_part(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """The first elements of each head of x (B, S, H, d), rotated by (cos, sin), each (S, r) or (B, S, 1, r)."""
+    cos, sin = (t.to(x.dtype) if t.dim() == 4 else t[:, None].to(x.dtype) for t in tables)
+    part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = part.chunk(2, dim=-1)
+    return torch.cat([part * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+
+
 def _output_norm_forward(
     self: Any, call: Call, hidden_states: Tensor, temb: Tensor, timestep_indices: Tensor
 ) -> Tensor:
@@ -189,6 +213,13 @@ _SPECS = (
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
     TIMESTEPS,
     GATED_ACTIVATIONS[1],
+)
+# Of the autoencoder, which has no family.
+VIDEO_ATTENTION = AttentionSpec(
+    "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
+    _video_attention_forward,
+    "qk_norm_rope",
+    rotate="",
 )
 _ONCE = (
     *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
