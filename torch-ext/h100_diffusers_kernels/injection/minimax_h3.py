@@ -157,16 +157,17 @@ def _video_attention_forward(
         return call.refuse(x)
     if rotary_emb is None:
         return NotImplemented
-    tables = tuple([t[0, :, 0] if t.shape[0] == 1 else t for t in rotary_emb])
     query, key, value = query_key_value(self, x, None)
-    query, key = norm_and_rotate_part(call, self, query, key, tables, _rotated_part, self.heads)
+    tables = tuple([t[0, :, 0] if t.shape[0] == 1 else t for t in rotary_emb])
+    how = (tables, lambda x, _: _rotated_part(x, rotary_emb), self.heads)
+    query, key = norm_and_rotate_part(call, self, query, key, *how)
     out = attend(call, self, query, key, value, None, heads=self.heads)
     return linear(self._modules["to_out"][0], out)  # its processor calls no dropout
 
 
 def _rotated_part(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """The first elements of each head of x (B, S, H, d), rotated by (cos, sin), each (S, r) or (B, S, 1, r)."""
-    cos, sin = (t.to(x.dtype) if t.dim() == 4 else t[:, None].to(x.dtype) for t in tables)
+    """The first elements of each head of x (B, S, H, d), rotated by (cos, sin), each (B, S, 1, r)."""
+    cos, sin = (t.to(x.dtype) for t in tables)
     part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = part.chunk(2, dim=-1)
     return torch.cat([part * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
