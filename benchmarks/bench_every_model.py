@@ -156,7 +156,8 @@ AUTOENCODERS: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, .
     "refiner": ("AutoencoderKLHunyuanImageRefiner", {}, (32, 5, 16, 16), (3, 17, 256, 256)),
     "cogvideox": ("AutoencoderKLCogVideoX", {}, (16, 3, 60, 90), (3, 9, 480, 720)),
     "mochi": ("AutoencoderKLMochi", {}, (12, 3, 30, 53), (3, 7, 480, 848)),
-    "allegro": ("AutoencoderKLAllegro", {}, (4, 6, 20, 20), (3, 24, 160, 160)),
+    # One tile: of less it decodes nothing.
+    "allegro": ("AutoencoderKLAllegro", {}, (4, 6, 40, 40), (3, 24, 320, 320)),
     "cosmos": ("AutoencoderKLCosmos", {}, (16, 2, 64, 64), (3, 9, 512, 512)),
     "magvit": ("AutoencoderKLMagvit", {}, (16, 2, 32, 32), (3, 9, 512, 512)),
     "kvae": ("AutoencoderKLKVAE", {}, (16, 128, 128), (3, 1024, 1024)),
