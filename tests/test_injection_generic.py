@@ -140,6 +140,7 @@ NORMS = {
     "LayerNorm without bias": lambda: nn.LayerNorm(24, bias=False),
     "LayerNorm without weight": lambda: nn.LayerNorm(24, elementwise_affine=False),
     "torch RMSNorm": lambda: nn.RMSNorm(24, eps=1e-5),
+    "torch RMSNorm without eps": lambda: nn.RMSNorm(24),
     "FP32LayerNorm": lambda: normalization.FP32LayerNorm(24),
     "RMSNorm": lambda: normalization.RMSNorm(24, 1e-5),
     "MochiRMSNorm": lambda: normalization.MochiRMSNorm(24, 1e-5),
@@ -167,7 +168,7 @@ def test_each_norm_gives_its_own_dtype(kernel, device, name, dtype, x_dtype):
     if not isinstance(expected, str):
         assert calls.on_kernels + sum(calls.fell_back.values()) == 1
         is_mixed = dtype != x_dtype and bool(list(plain.parameters()))
-        keeps_dtype = name in ("torch RMSNorm", "FP32LayerNorm", "MochiRMSNorm")
+        keeps_dtype = name.startswith(("torch RMSNorm", "FP32LayerNorm", "MochiRMSNorm"))
         assert calls.on_kernels == int(not is_mixed or keeps_dtype)
     if dtype == x_dtype:
         # Of a picture's rows, as patches come out of a convolution.
@@ -175,6 +176,7 @@ def test_each_norm_gives_its_own_dtype(kernel, device, name, dtype, x_dtype):
         assert sum(kernel_calls(outcome, model, columns).values()) == 1
         assert_same_outcome(model, plain, columns, slack=0.02)
     assert_same_outcome(model, plain, x[..., :23], slack=0.02)
+    assert_same_outcome(model, plain, 3e-4 * x, slack=0.02)  # eps matters
     assert outcome(model[0], x, x).startswith("TypeError")
 
 
@@ -186,7 +188,7 @@ class Doubled(nn.LayerNorm):
 _linear = diffusers.models.activations.LinearActivation
 LEFT_ALONE = {  # with the reason that the report gives, if it does
     "several dimensions": (nn.LayerNorm((3, 4)), "it normalizes over several dimensions"),
-    "no eps": (nn.RMSNorm(4), "it has an eps of None"),
+    "an eps of 1": (nn.RMSNorm(4, eps=1), "it has an eps of 1"),
     "a bias": (normalization.RMSNorm(4, 1e-5, bias=True), "it has a bias"),
     "a subclass": (Doubled(4), None),
     "mish": (_linear(4, 4, activation="mish"), None),

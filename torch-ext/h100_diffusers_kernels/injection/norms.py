@@ -31,6 +31,9 @@ from .quantized_rows import QuantizedRows
 RMS, LAYER = "rms", "layer"
 _DIFFUSERS = "diffusers.models.normalization:"
 LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
+_RMS_NORM = KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm")
+# That of its sums, which are float32.
+_PYTORCH_EPS = torch.finfo(torch.float32).eps
 # Its weight counts from 1.
 _KREA2 = KnownClass(
     "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
@@ -40,7 +43,7 @@ _MODULATED = KnownClass("diffusers.models.transformers.transformer_mochi:MochiMo
 NORM_KINDS = (
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
-    (KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm"), RMS),
+    (_RMS_NORM, RMS),
     (KnownClass(f"{_DIFFUSERS}RMSNorm"), RMS),
     (KnownClass(f"{_DIFFUSERS}MochiRMSNorm"), RMS),
     (_KREA2, RMS),
@@ -124,6 +127,8 @@ def read_norm(
     if known is _KREA2:
         weight = weight + 1.0
     eps = attributes.get("eps")
+    if eps is None and known is _RMS_NORM:
+        eps = _PYTORCH_EPS
     if not isinstance(eps, float):
         return f"has an eps of {eps}"
     shape = attributes.get("normalized_shape")
