@@ -211,8 +211,7 @@ def dispatched(
     if reason is None:
         return attention(query, key, value, bias, None)
     _log(reason)
-    if mask is not None and mask.shape[-1] == 1:
-        # PyTorch's kernels on GPUs read it as if it had all keys.
+    if mask is not None and mask.shape[-1] == 1:  # PyTorch's kernels on GPUs read all keys
         mask = mask.expand(*mask.shape[:-1], key.shape[1]).contiguous()
     how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     return sdpa_of_tokens(query, key, value, mask, **how)

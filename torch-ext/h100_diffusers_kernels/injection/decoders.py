@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..conditions import an
-from .checks import KnownClass, class_name, is_plain, why_not_plain
+from .checks import KnownClass, class_name, find_class, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
 from .norms import modulated, read_norm
@@ -49,9 +49,7 @@ def _group_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Resu
     return "it is modulated" if rows else apply_group_norm(module, x, None, activation)
 
 
-def _unit_norm(
-    module: Any, x: Tensor, activation: str, *rows: Tensor, has_frames: bool = True
-) -> _Result:
+def _unit_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Result:
     """``x / ||x|| * sqrt(C)``: an RMS norm."""
     channels, gamma, bias = x.shape[1], module._parameters.get("gamma"), module.bias
     if module.channel_first is not True or gamma is None or module.scale != channels**0.5:
@@ -59,8 +57,9 @@ def _unit_norm(
     if gamma.shape != (channels, *[1] * (x.dim() - 2)):
         return f"its gamma is {tuple(gamma.shape)}, and it was given {tuple(x.shape)}"
     weight, bias = gamma.flatten(), bias.flatten() if isinstance(bias, Tensor) else None
-    is_image = not has_frames and x.dim() == 5 and x.shape[2] == 1
-    x = x.squeeze(2) if is_image else x  # the next convolution takes it so, in its memory format
+    # Qwen-Image 2.1's convolutions take images, in their memory format.
+    is_image = x.shape[2:-2] == (1,) and type(module) is find_class(f"{QWEN21}RMS_norm")
+    x = x.squeeze(2) if is_image else x
     # The class's norm of x is at least 1e-12.
     out = apply_channel_norm(x, weight, bias, 1e-24 / channels, activation, *rows)
     return out.unsqueeze(2) if is_image and isinstance(out, Tensor) else out
@@ -105,14 +104,7 @@ _KINDS = (
         _group_norm,
         "group_norm",
     ),
-    *(
-        _Kind(
-            KnownClass(path, _NORMALIZE),
-            partial(_unit_norm, has_frames=not path.startswith(QWEN21)),
-            _CHANNEL,
-        )
-        for path in _UNIT_NORMS
-    ),
+    *(_Kind(KnownClass(path, _NORMALIZE), _unit_norm, _CHANNEL) for path in _UNIT_NORMS),
     _Kind(KnownClass(_PER_CHANNEL_NORM), _per_channel_norm, _CHANNEL),
     _Kind(KnownClass("diffusers.models.normalization:RMSNorm"), _last_norm, _CHANNEL),
 )

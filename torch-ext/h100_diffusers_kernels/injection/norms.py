@@ -32,8 +32,7 @@ RMS, LAYER = "rms", "layer"
 _DIFFUSERS = "diffusers.models.normalization:"
 LAYER_NORM = KnownClass("torch.nn:LayerNorm", "torch.nn.functional:layer_norm")
 _RMS_NORM = KnownClass("torch.nn:RMSNorm", "torch.nn.functional:rms_norm")
-# That of its sums, which are float32.
-_PYTORCH_EPS = torch.finfo(torch.float32).eps
+_PYTORCH_EPS = torch.finfo(torch.float32).eps  # its sums are float32
 # Its weight counts from 1.
 _KREA2 = KnownClass(
     "diffusers.models.transformers.transformer_krea2:Krea2RMSNorm", "torch.nn.functional:rms_norm"
