@@ -215,6 +215,22 @@ def test_strides_of_results(kernel, device, name, is_as_on_a_gpu, monkeypatch):
                 assert strides(model, given) == strides(plain, given), (change, batch)
 
 
+def test_training_mode(kernel, device, monkeypatch):
+    """Without derivatives, convolutions get what they get in evaluation, in the same memory format."""
+    group_norm_of_a_gpu(kernel, monkeypatch)
+    model, _, _, arguments = pair(kernel, AUTOENCODERS["kl"], device, BFLOAT16)
+    strides = {True: [], False: []}
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(
+                lambda module, args: strides[model.training].append(args[0].stride())
+            )
+    with torch.no_grad():
+        run(model.train(), arguments)
+        run(model.eval(), arguments)
+    assert strides[True] == strides[False]
+
+
 def last_format(vae):
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for parameter in vae.parameters():
