@@ -141,6 +141,14 @@ def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (f"{entry['model']}, in part", "compiled-regional"), Ratio(entry["speedup"], spread)
 
 
+def of_every_model(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["every_model"]:
+        for kind in ("wall", "gpu"):
+            if entry[f"{kind}_speedup"] is not None:
+                name = " ".join(entry[key] for key in ("group", "model", "forward"))
+                yield (f"{name}, {kind} time", "eager"), Ratio(entry[f"{kind}_speedup"])
+
+
 def of_loops(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     """Times of this package's operations and of the others' on the same inputs."""
     ours: dict[tuple[str, ...], float] = {}
@@ -292,6 +300,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "loops": of_loops,
     "videos": of_videos,
     "in_part": of_in_part,
+    "every_model": of_every_model,
     "calls": of_calls,
     "forwards": of_forwards,
     "graph_forwards": of_graph_forwards,
