@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..conditions import an
-from .checks import KnownClass, class_name, find_class, is_plain, why_not_plain
+from .checks import KnownClass, class_name, is_plain, why_not_plain
 from .linears import why_not_silu
 from .norm_modules import apply_channel_norm, apply_group_norm
 from .norms import modulated, read_norm
@@ -57,12 +57,14 @@ def _unit_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Resul
     if gamma.shape != (channels, *[1] * (x.dim() - 2)):
         return f"its gamma is {tuple(gamma.shape)}, and it was given {tuple(x.shape)}"
     weight, bias = gamma.flatten(), bias.flatten() if isinstance(bias, Tensor) else None
-    # Qwen-Image 2.1's convolutions take images, in their memory format.
-    is_image = x.shape[2:-2] == (1,) and type(module) is find_class(f"{QWEN21}RMS_norm")
-    x = x.squeeze(2) if is_image else x
     # The class's norm of x is at least 1e-12.
-    out = apply_channel_norm(x, weight, bias, 1e-24 / channels, activation, *rows)
-    return out.unsqueeze(2) if is_image and isinstance(out, Tensor) else out
+    return apply_channel_norm(x, weight, bias, 1e-24 / channels, activation, *rows)
+
+
+def _image_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Result:
+    """``_unit_norm`` before a convolution of images without frames, in the memory format of these."""
+    x = x.squeeze(2).unsqueeze(2) if x.shape[2:-2] == (1,) else x
+    return _unit_norm(module, x, activation, *rows)
 
 
 def _per_channel_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Result:
@@ -104,7 +106,10 @@ _KINDS = (
         _group_norm,
         "group_norm",
     ),
-    *(_Kind(KnownClass(path, _NORMALIZE), _unit_norm, _CHANNEL) for path in _UNIT_NORMS),
+    *(
+        _Kind(KnownClass(path, _NORMALIZE), _image_norm if QWEN21 in path else _unit_norm, _CHANNEL)
+        for path in _UNIT_NORMS
+    ),
     _Kind(KnownClass(_PER_CHANNEL_NORM), _per_channel_norm, _CHANNEL),
     _Kind(KnownClass("diffusers.models.normalization:RMSNorm"), _last_norm, _CHANNEL),
 )

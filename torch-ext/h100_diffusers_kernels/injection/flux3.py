@@ -123,9 +123,9 @@ def _one_row(temb: Tensor) -> Tensor:
 
 
 def _modulation_forward(self: Any, call: Call, temb: Tensor) -> Tensor:
-    # Hooks may write to the result, and writes to an expanded tensor raise.
-    is_read = not is_wrapped(self) and call.state is not None and not call.state.has_hooks()
-    row = _one_row(temb) if is_read else temb
+    row, state = _one_row(temb), call.state
+    if row is not temb and (is_wrapped(self) or state is None or state.has_hooks()):
+        row = temb  # hooks may write to the result, and writes to an expanded tensor raise
     out = linear(self._modules["linear"], row)
     return out if row is temb else out.expand(-1, temb.shape[1], -1)
 

@@ -145,32 +145,23 @@ def _attention_forward(
 
 def _rotated(call: Call) -> Any:
     rotate = call.stand_in.functions[1].function
-    return lambda x, tables: rotate(x, *tables)
+
+    def rotated(x: Tensor, tables: Any) -> Tensor:
+        if tables[0].dim() == 2:
+            return rotate(x, *tables)
+        # A table for each sample: its tokens as those of one sample.
+        return rotate(x.flatten(0, 1)[None], *(t.flatten(0, 2) for t in tables)).view_as(x)
+
+    return rotated
 
 
 def _video_attention_forward(
     self: Any, call: Call, hidden_states: Tensor, rotary_emb: Any = None
 ) -> Tensor:
-    """Of the video decoder, whose tables are (B, S, 1, r)."""
-    x = hidden_states
-    if not inputs_taken(x):
-        return call.refuse(x)
-    if rotary_emb is None:
-        return NotImplemented
-    query, key, value = query_key_value(self, x, None)
-    tables = tuple([t[0, :, 0] if t.shape[0] == 1 else t for t in rotary_emb])
-    how = (tables, lambda x, _: _rotated_part(x, rotary_emb), self.heads)
-    query, key = norm_and_rotate_part(call, self, query, key, *how)
-    out = attend(call, self, query, key, value, None, heads=self.heads)
-    return linear(self._modules["to_out"][0], out)  # its processor calls no dropout
-
-
-def _rotated_part(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """The first elements of each head of x (B, S, H, d), rotated by (cos, sin), each (B, S, 1, r)."""
-    cos, sin = (t.to(x.dtype) for t in tables)
-    part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = part.chunk(2, dim=-1)
-    return torch.cat([part * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
+    """Of the autoencoder's decoder, whose tables are (B, S, 1, r)."""
+    if rotary_emb is not None and rotary_emb[0].shape[0] == 1:
+        rotary_emb = tuple([t[0, :, 0] for t in rotary_emb])
+    return _attention_forward(self, call, hidden_states, rotary_emb)
 
 
 def _output_norm_forward(
@@ -220,7 +211,7 @@ VIDEO_ATTENTION = AttentionSpec(
     "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
     _video_attention_forward,
     "qk_norm_rope",
-    rotate="",
+    rotate=f"{_MINIMAX}:_apply_rotary_emb",  # its processor rotates so inline
 )
 _ONCE = (
     *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
