@@ -56,7 +56,7 @@ class Observer(TorchDispatchMode):
     def __enter__(self):
         from conftest import load_kernel
 
-        load_kernel().injection.checks.TRANSPARENT_MODES.add(type(self))
+        load_kernel().injection.core.checks.TRANSPARENT_MODES.add(type(self))
         return super().__enter__()
 
 

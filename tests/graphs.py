@@ -19,13 +19,13 @@ def module_of(kernel, name):
 def graphs(kernel, monkeypatch):
     """The package with emulated graphs on a CPU."""
     use_emulated_graphs(kernel)
-    monkeypatch.setitem(module_of(kernel, "cuda_graphs").GRAPHS, "cpu", EmulatedGraph)
+    monkeypatch.setitem(module_of(kernel, "graphs.cuda_graphs").GRAPHS, "cpu", EmulatedGraph)
     return kernel
 
 
 def use_emulated_graphs(kernel, *modes):
     """The emulated capture is a dispatch mode, in which the kernels must still run."""
-    module_of(kernel, "checks").TRANSPARENT_MODES.update((Record, *modes))
+    module_of(kernel, "core.checks").TRANSPARENT_MODES.update((Record, *modes))
 
 
 class Pair:

@@ -176,5 +176,5 @@ def group_norm_of_a_gpu(kernel, monkeypatch):
     """On a CPU, group norms return the memory formats of a GPU, where PyTorch's result is contiguous."""
     own = torch.group_norm
     monkeypatch.setattr(torch, "group_norm", lambda x, *args: own(x.contiguous(), *args))
-    module = sys.modules[f"{kernel.__name__}.injection.norm_modules"]
+    module = sys.modules[f"{kernel.__name__}.injection.parts.norm_modules"]
     monkeypatch.setattr(module, "PYTORCH_KEEPS_FORMAT", False)

@@ -293,7 +293,7 @@ ACTIONS = {
 @contextlib.contextmanager
 def small_layers():
     """The models have only small layers."""
-    module = module_of(conftest.load_kernel(), "precision")
+    module = module_of(conftest.load_kernel(), "quantized.precision")
     before, module.MIN_FEATURES = module.MIN_FEATURES, 16
     try:
         yield

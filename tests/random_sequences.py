@@ -632,7 +632,7 @@ class Twins:
         if self.fp8:
             self._exit.enter_context(fp8_models.eager_products())
         if self.graphs:
-            package = module_of(self.kernel, "cuda_graphs")
+            package = module_of(self.kernel, "graphs.cuda_graphs")
             use_emulated_graphs(self.kernel, Interrupt)
             restore(setattr, package, "GRAPHS", package.GRAPHS)
             restore(setattr, package.GraphedStandIn, "call", package.GraphedStandIn.call)

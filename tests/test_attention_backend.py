@@ -26,7 +26,7 @@ def _as_before(kernel, monkeypatch):
     """``set_attention_backend`` also chooses for all models."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
-    sys.modules[f"{kernel.__name__}.injection.attention_backend"]._logged.clear()
+    sys.modules[f"{kernel.__name__}.injection.attention.backend"]._logged.clear()
 
 
 def qkv(device, dtype=BF16, queries=40, keys=24, heads=4, key_heads=4, head_dim=64):

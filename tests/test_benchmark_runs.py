@@ -130,7 +130,7 @@ def test_layers_that_modulate_are_not_quantized():
 )
 def test_models_in_fp8(result_of, device, monkeypatch, published, size, fp8_modes):
     """FP8 layers are made of the weights that are measured, which the other modes keep."""
-    precision = sys.modules[f"{models.load_kernel()[0].__name__}.injection.precision"]
+    precision = sys.modules[f"{models.load_kernel()[0].__name__}.injection.quantized.precision"]
     monkeypatch.setattr(precision, "MIN_FEATURES", 16)
     if published is flux:
         monkeypatch.setattr(flux, "inputs", functools.partial(flux.inputs, text_tokens=32))

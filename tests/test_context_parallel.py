@@ -417,7 +417,7 @@ def test_parallelism_after_graphs(kernel, name):
     """Parallelism after graphs were captured: they are dropped, and no graph holds a collective."""
     prepare_rank()
     use_emulated_graphs(kernel)
-    module_of(kernel, "cuda_graphs").GRAPHS["cpu"] = EmulatedGraph
+    module_of(kernel, "graphs.cuda_graphs").GRAPHS["cpu"] = EmulatedGraph
     family, model, plain = model_of(name)
     report = kernel.inject_kernels(model, cuda_graphs=True)
     arguments = inputs_of(family)

@@ -547,8 +547,8 @@ def events(graphs, monkeypatch, device):  # noqa: F811
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(module_of(graphs, "cuda_graphs").GRAPHS[device], "replay", "replay")
-    note(module_of(graphs, "model_fingerprint").Fingerprint, "change", "look")
+    note(module_of(graphs, "graphs.cuda_graphs").GRAPHS[device], "replay", "replay")
+    note(module_of(graphs, "graphs.model_fingerprint").Fingerprint, "change", "look")
     return events
 
 
@@ -643,7 +643,7 @@ def test_settings_that_the_first_call_makes(pair):
 
 def before_operations(kernel, patches, act):
     """Call `act` with the number of each operation that a capture records, before it runs."""
-    recorder = module_of(kernel, "graph_capture")._Recorder
+    recorder = module_of(kernel, "graphs.graph_capture")._Recorder
     record, count = recorder.__torch_function__, itertools.count()
 
     def recorded(self, func, types, args=(), kwargs=None):
@@ -673,7 +673,7 @@ def test_too_little_memory_for_what_a_replay_returns(pair, graphs, monkeypatch):
 
     pair.captured()
     with monkeypatch.context() as patches:
-        patches.setattr(module_of(graphs, "graph_capture"), "like", out_of_memory)
+        patches.setattr(module_of(graphs, "graphs.graph_capture"), "like", out_of_memory)
         pair.call()
     assert any("not enough memory" in reason for reason in pair.calls.uncaptured)
     captured = pair.calls.captured
@@ -686,7 +686,7 @@ def test_ctrl_c_while_graphs_are_dropped(pair, graphs, monkeypatch):  # noqa: F8
     pair.captured()
     pair.captured(tokens=3)
     pair.both(set_eps)
-    of_graphs = module_of(graphs, "cuda_graphs").GRAPHS[pair.device]
+    of_graphs = module_of(graphs, "graphs.cuda_graphs").GRAPHS[pair.device]
     reset, count = of_graphs.reset, iter(range(10**9))
 
     def interrupted(self):
@@ -835,9 +835,9 @@ def test_compiled_models_run_without_graphs(pair):
 def test_changes_at_each_call_are_checked_with_a_backoff(pair, graphs, monkeypatch):  # noqa: F811
     pair.captured()
     walks = []
-    fingerprint = module_of(graphs, "cuda_graphs").Fingerprint
+    fingerprint = module_of(graphs, "graphs.cuda_graphs").Fingerprint
     monkeypatch.setattr(
-        module_of(graphs, "cuda_graphs"),
+        module_of(graphs, "graphs.cuda_graphs"),
         "Fingerprint",
         lambda model: (walks.append(1), fingerprint(model))[1],
     )

@@ -298,7 +298,7 @@ def on_device(mask, device):
 
 def attention_calls(kernel, device, options, is_direct):
     """(called operators, the stand-in's result, the original function's result)."""
-    kernel.injection.checks.look_up_libraries()  # as an injection does
+    kernel.injection.core.checks.look_up_libraries()  # as an injection does
     defaults = {"kv": 4, "dtype": BFLOAT16, "size": 64}
     count, dtype, size = ({**defaults, **options}[name] for name in defaults)
     options = {name: value for name, value in options.items() if name not in defaults}
@@ -311,7 +311,7 @@ def attention_calls(kernel, device, options, is_direct):
         given = [x.transpose(1, 2) for x in given]
         options.pop("attention_kwargs", None)
         name, own = "scaled_dot_product_attention", F.scaled_dot_product_attention
-    ours = functools.partial(getattr(kernel.injection.attention_processors, name), **options)
+    ours = functools.partial(getattr(kernel.injection.attention.processors, name), **options)
     calls = kernel_calls(outcome, ours, *given)
     return calls, outcome(ours, *given), outcome(functools.partial(own, **options), *given)
 
@@ -402,7 +402,7 @@ def test_processors_stay_diffusers_own(kernel, device):
 def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device):
     """It is recognized by its origin: another mask of its shape may differ between heads."""
     attention = PIXART.model(device, BFLOAT16).transformer_blocks[0].attn2
-    module = kernel.injection.attention_processors._Attention(attention, None)
+    module = kernel.injection.attention.processors._Attention(attention, None)
     mask = torch.zeros(2, 1, 6, device=device)
     made = module.prepare_attention_mask(mask, 6, 2).view(2, 2, 1, 6)
     assert module.has_repeated(made) and not module.has_repeated(made + 1)

@@ -121,7 +121,7 @@ def test_hooks_of_a_float32_model_that_raises_alone_do_not_count(device):
 
 
 def test_stale_graphs_are_found(kernel, device, monkeypatch):
-    fingerprint = module_of(kernel, "model_fingerprint").Fingerprint
+    fingerprint = module_of(kernel, "graphs.model_fingerprint").Fingerprint
     monkeypatch.setattr(fingerprint, "change", lambda self, model: None)
     results = (random_sequences.random_sequence("ltx", s, device, True) for s in range(8))
     assert any("other bits" in (result.failure or "") for result in results)
@@ -172,7 +172,7 @@ def with_earlier_rows(rows, weight, earlier):
 
 @pytest.mark.parametrize("fault", [with_another_scale, with_a_wrong_token, with_earlier_rows])
 def test_faults_of_one_fp8_layer_are_found(kernel, device, monkeypatch, fault):
-    linears = module_of(kernel, "linears")
+    linears = module_of(kernel, "parts.linears")
     own, seen = linears.fp8_products, []
 
     def products(rows, weights):

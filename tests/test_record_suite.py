@@ -81,7 +81,7 @@ def test_a_build_of_another_commit_or_of_other_sources_is_refused(tmp_path, buil
     if message is None:
         assert "Python sources" in record_suite.check_build(tmp_path, build, CHECKOUT, commit)
         (tmp_path / "injection" / "norms.py").write_text("\n")
-        message = "injection/norms.py of the build is not the checkout's"
+        message = "injection/parts/norms.py of the build is not the checkout's"
     with pytest.raises(ValueError, match=message):
         record_suite.check_build(tmp_path, build, CHECKOUT, commit)
 

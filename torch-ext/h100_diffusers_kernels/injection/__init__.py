@@ -1,9 +1,9 @@
 """Replaces modules of existing models by the operations: in place, per instance, reversibly."""
 
-from .attention_backend import register_attention_backend
-from .context_parallel_plans import context_parallel_plan
+from .attention.backend import register_attention_backend
+from .core.report import InjectionReport
 from .inject import eject_kernels, inject_kernels
-from .report import InjectionReport
+from .parallel.plans import context_parallel_plan
 
 __all__ = [
     "InjectionReport",

@@ -10,7 +10,31 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..conditions import an
-from . import (
+from .attention.backend import why_not_own_in_parallel
+from .attention.processors import attention_spec
+from .core.checks import (
+    class_name,
+    find_class,
+    look_up_libraries,
+    replaced_function,
+    why_unsupported,
+)
+from .core.forward_state import Family
+from .core.patch import (
+    INJECTION,
+    UNKNOWN_FORWARD,
+    Injection,
+    PatchSpec,
+    StandIn,
+    class_forward_slot,
+    placed,
+    put_in,
+    take_out,
+)
+from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
+from .decoders.blocks import DECODERS
+from .decoders.layers import DECODER_LAYERS
+from .families import (
     chroma,
     cogvideox,
     cosmos,
@@ -27,43 +51,31 @@ from . import (
     qwenimage,
     qwenimage21,
     sd3,
-    unets,
+    stable_diffusion,
     wan,
     z_image,
 )
-from .attention_backend import why_not_own_in_parallel
-from .attention_processors import attention_spec
-from .checks import class_name, find_class, look_up_libraries, replaced_function, why_unsupported
-from .cuda_graphs import GraphedStandIn, Pool
-from .decoder_layers import DECODER_LAYERS
-from .decoders import DECODERS
-from .forward_state import Family
-from .fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .fp8_weights import load_quantizer, original_of, quantize, renew_group_offloading, restore
-from .linears import GATED_ACTIVATIONS, UNFUSED_GELU
-from .lora_fusion import follow_lora, unfollow_lora
-from .norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
-from .patch import (
-    INJECTION,
-    UNKNOWN_FORWARD,
-    Injection,
-    PatchSpec,
-    StandIn,
-    class_forward_slot,
-    placed,
-    put_in,
-    take_out,
+from .families.stable_diffusion import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
+from .graphs.cuda_graphs import GraphedStandIn, Pool
+from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
+from .parts.norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
+from .quantized.fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
+from .quantized.fp8_weights import (
+    load_quantizer,
+    original_of,
+    quantize,
+    renew_group_offloading,
+    restore,
 )
-from .precision import PRECISIONS, choose_layers, is_named, linear_layers, why_none
-from .report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
-from .unets import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
+from .quantized.lora_fusion import follow_lora, unfollow_lora
+from .quantized.precision import PRECISIONS, choose_layers, is_named, linear_layers, why_none
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODULES: tuple[Any, ...] = (
     *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
     *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos),
-    *(z_image, lumina2, krea2, qwenimage21, minimax_h3, unets),
+    *(z_image, lumina2, krea2, qwenimage21, minimax_h3, stable_diffusion),
 )
 FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"

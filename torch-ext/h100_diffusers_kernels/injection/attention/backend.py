@@ -1,0 +1,223 @@
+"""This package's attention as an attention backend of diffusers.
+
+diffusers' registry of backends is closed. A member of its Enum and the entries of the registry are added when
+a user asks for them. They stay for the process, because models may have chosen the backend by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import functional
+from ...conditions import attention_takes, is_differentiated, kernels_run_on
+from ...conditions import is_plain as is_plain_tensor
+from ..core.checks import KnownFunction, class_name
+from ..parallel.exchange import attend_in_parallel, config_of
+
+logger = logging.getLogger("h100_diffusers_kernels")
+DISPATCH_MODULE = "diffusers.models.attention_dispatch"
+BACKEND_NAME = "h100"
+SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
+DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
+NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
+_logged: set[str] = set()
+
+
+def is_native(processor: Any, dispatches: bool) -> bool:
+    """Whether PyTorch chooses the attention backend, as by default in diffusers, or the user chose this
+    package's.
+
+    A user may choose a backend for one module or for all of them.
+    """
+    if not dispatches:
+        return True
+    chosen = getattr(processor, "_attention_backend", None)
+    if chosen is not None:
+        return bool(chosen == BACKEND_NAME)
+    registry = getattr(sys.modules[DISPATCH_MODULE], "_AttentionBackendRegistry", None)
+    if registry is None:
+        return False
+    backend, function = registry.get_active_backend()
+    return backend == BACKEND_NAME or (backend == "native" and function is NATIVE.function)
+
+
+def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
+    """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
+    to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
+    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
+        return None
+    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    batch, keys = key.shape[:2]
+    if mask.shape[0] not in (1, batch) or mask.shape[3] not in (1, keys) or 0 in mask.shape:
+        return None
+    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
+        return None
+    mask = mask[:, 0, 0].expand(batch, keys)
+    if mask.dtype == torch.bool:
+        mask = mask.to(torch.float32).log_()  # 0 for True, -inf for False
+    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
+
+
+def sdpa_of_tokens(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Tensor:
+    """PyTorch's attention of (B, S, H, d)."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(query, key, value, attn_mask=mask, **options).transpose(1, 2)
+
+
+def sdpa_with_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """PyTorch's attention of (B, S, H, d) with a bias (B, Sk) of the keys."""
+    mask = None if bias is None else bias[:, None, None].to(query.dtype)
+    how: Any = {"scale": scale, "enable_gqa": query.shape[2] != key.shape[2]}
+    result = sdpa_of_tokens(query, key, value, mask, **how)
+    return result if out is None else out.copy_(result)
+
+
+def register_attention_backend() -> str:
+    """Registers this package's attention as an attention backend of diffusers.
+
+    ``model.set_attention_backend("h100")`` and diffusers' ``attention_backend("h100")`` choose it then, also
+    with ``torch.compile`` and under context parallelism with Ulysses, ring or both. It lasts for the process;
+    a second call changes nothing. What the kernel does not take runs PyTorch's attention, which is logged
+    once for each reason: float32, a derivative, a causal mask, dropout, heads of more than 128 elements, and
+    masks that differ between queries or heads.
+
+    Returns:
+        The backend's name, "h100".
+
+    Raises:
+        RuntimeError: if diffusers is not imported, or its backends have another form than the known one.
+
+    Example::
+
+        pipe.transformer.set_attention_backend(kernel.register_attention_backend())
+    """
+    dispatch = sys.modules.get(DISPATCH_MODULE)
+    if dispatch is None:
+        raise RuntimeError("register_attention_backend: diffusers must be imported first")
+    names = getattr(dispatch, "AttentionBackendName", None)
+    registry: Any = getattr(dispatch, "_AttentionBackendRegistry", None)
+    if names is None or not hasattr(registry, "register"):
+        raise RuntimeError(
+            "register_attention_backend: this diffusers has no known registry of attention backends"
+        )
+    if BACKEND_NAME not in names._value2member_map_:
+        member = str.__new__(names, BACKEND_NAME)
+        member._name_, member._value_ = BACKEND_NAME.upper(), BACKEND_NAME
+        type.__setattr__(names, member._name_, member)
+        names._member_names_.append(member._name_)
+        names._member_map_[member._name_] = names._value2member_map_[BACKEND_NAME] = member
+        registry.register(member, constraints=[], supports_context_parallel=True)(dispatched)
+    return BACKEND_NAME
+
+
+def why_not_own_in_parallel(stand_in: Any) -> str | None:
+    """Why an attention's own code cannot run under its model's context parallelism: it would attend to other
+    tokens than this package's."""
+    processor = getattr(stand_in.module, "processor", None)
+    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    splits_masks = getattr(stand_in.spec, "splits_masks", True)
+    is_known = splits_masks and hasattr(processor, "_parallel_config")
+    if processor is None or config is None or is_known:
+        return None
+    reason = "attends to this rank's tokens only" if splits_masks else "does not split the mask"
+    return f"{class_name(processor)}: its own code {reason}, so it cannot run under context parallelism"
+
+
+def run_own_in_parallel(run: Callable, stand_in: Any) -> Any:
+    """``run()``, the own code of an attention. Under context parallelism it runs on this package's attention,
+    as on ranks that run the kernels.
+
+    Raises:
+        RuntimeError: if it would attend to other tokens than these ranks do.
+    """
+    reason = why_not_own_in_parallel(stand_in)
+    if reason is not None:
+        raise RuntimeError(reason)
+    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    processor: Any = getattr(stand_in.module, "processor", None)
+    if config is None or processor._attention_backend is not None or not is_native(processor, True):
+        return run()
+    names = sys.modules[DISPATCH_MODULE].AttentionBackendName
+    processor._attention_backend = names(register_attention_backend())
+    try:
+        return run()
+    finally:
+        processor._attention_backend = None
+
+
+def dispatched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """The backend: query, key and value are (B, S, H, d)."""
+    mask = attn_mask
+    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
+    config = config_of(_parallel_config)
+    reason = None
+    if is_causal or dropout_p != 0.0:
+        reason = "it is causal or has dropout"
+    elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
+        reason = f"its scale is {scale}"
+    bias = None
+    if mask is not None and reason is None:
+        bias = key_bias_of(mask, key)
+        if bias is None:
+            reason = "its mask differs between queries or heads, or has another number of keys"
+    if config is not None and (reason is not None or return_lse):
+        reason = reason or "return_lse is True"
+        raise ValueError(f"attention of {BACKEND_NAME!r} cannot be split between ranks: {reason}")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
+        if kernels_run_on(q) and attention_takes(q, k, v):
+            return functional.attention(q, k, v, scale=scale, key_bias=bias, out=out)
+        _log("its tensors need PyTorch's attention")
+        return sdpa_with_bias(q, k, v, bias, out, scale)
+
+    if config is not None:
+        return attend_in_parallel(config, query, key, value, bias, attention)
+    if return_lse:
+        if reason is not None:
+            raise ValueError(f"attention of {BACKEND_NAME!r} has no return_lse: {reason}")
+        how: Any = {"scale": scale, "key_bias": bias, "return_lse": True}
+        return functional.attention(query, key, value, **how)
+    if reason is None:
+        return attention(query, key, value, bias, None)
+    _log(reason)
+    if mask is not None and mask.shape[-1] == 1:  # PyTorch's kernels on GPUs read all keys
+        mask = mask.expand(*mask.shape[:-1], key.shape[1]).contiguous()
+    how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return sdpa_of_tokens(query, key, value, mask, **how)
+
+
+def _log(reason: str) -> None:
+    if not torch.compiler.is_dynamo_compiling() and reason not in _logged:
+        _logged.add(reason)
+        logger.warning("attention backend %r runs PyTorch's attention: %s", BACKEND_NAME, reason)

@@ -1,0 +1,899 @@
+"""Attention modules: query and key, attention itself, and the conditions for running the model's own.
+
+The module's forward is replaced, not its processor: diffusers copies, compares and replaces processors, and
+sets backends and parallelism on them. Each call checks which processor the module has. Query, key and value
+are (B, S, H * d), as linear layers return them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional
+from ...conditions import (
+    ATTENTION_HEAD_DIMS,
+    an,
+    attention_takes,
+    dtype_name,
+    is_differentiated,
+    kernels_take,
+    may_write,
+    modulators_compatible,
+    same_dtype_and_unit_stride,
+)
+from ..core.checks import KnownFunction, class_name
+from ..core.patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
+from ..core.quantized_rows import QuantizedRows, as_tensor
+from ..core.report import OWN_ATTENTION
+from ..parallel.exchange import attend_in_parallel, config_of, wire_empty
+from ..parts.linears import (
+    can_write_linear,
+    is_identity,
+    linear,
+    linear_per_sample,
+    linears,
+    run_dropout,
+    swiglu_of_two,
+    write_linear,
+)
+from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
+from ..parts.rotary import rope_operand, split_tables
+from ..quantized.fp8_linears import Fp8Weight, are_fp8, fp8_weights_for
+from .backend import (
+    DISPATCH,
+    NATIVE,
+    SDPA,
+    is_native,
+    key_bias_of,
+    run_own_in_parallel,
+    sdpa_of_tokens,
+    sdpa_with_bias,
+)
+
+CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
+GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
+NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
+# Linear layers and norms of an attention over two streams, for the image and for the text.
+_IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+_NORMS = (*_IMAGE[1], *_TEXT[1])
+QUERY_KEY_VALUE, TEXT_QUERY_KEY_VALUE = _IMAGE[0], _TEXT[0]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec(PatchSpec):
+    """An attention module with a processor.
+
+    Attributes:
+        processor: the path of the processor's class; "" if its name begins as the attention's.
+        processor_parameters: those of its ``__call__`` after the module; "" if they are ``forward``'s.
+        rotate: the rotating functions in the processor's module, or their paths in another one; "" if the
+            processor rotates inline.
+        project: the function that computes query, key and value if projections are fused, or "".
+        dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
+        library: the processor's module.
+        other_processor: the path of another processor's class in that module, or "".
+        other_parameters: those of its ``__call__`` after the first one's.
+        other_call: this ``__call__``.
+        splits_masks: whether the model's own code gives attention the masks of its rank's tokens.
+    """
+
+    processor: str = ""
+    processor_parameters: str = ""
+    rotate: str = "apply_rotary_emb"
+    project: str = ""
+    dispatches: bool = True
+    library: str = ""
+    other_processor: str = ""
+    other_parameters: str = ""
+    other_call: KnownFunction | None = None
+    splits_masks: bool = True
+    is_attention = True
+
+    def __post_init__(self) -> None:
+        processor = self.processor or f"{self.path.removesuffix('Attention')}AttnProcessor"
+        library = processor.partition(":")[0]
+        names = [*self.rotate.split(), *self.project.split()]
+        functions = [name if ":" in name else f"{library}:{name}" for name in names]
+        of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
+        parameters = f"self attn {self.processor_parameters or of_forward}"
+        processor_call = f"{processor}.__call__", parameters
+        object.__setattr__(self, "functions", (processor_call, *functions))
+        if self.other_processor:
+            of_other = f"{parameters} {self.other_parameters}"
+            known = KnownFunction(f"{self.other_processor}.__call__", of_other)
+            object.__setattr__(self, "other_call", known)
+        object.__setattr__(self, "library", library)
+        object.__setattr__(self, "condition", self._why_not_known)
+        super().__post_init__()
+
+    def _why_not_known(self, module: Any) -> str | None:
+        cls: Any = type(module.__dict__.get("processor"))
+        if cls.__call__ is self.known.functions[0].function or self.is_other(module):
+            return None
+        processor = getattr(module, "processor", None)  # not in ``__dict__`` if it is a module
+        return f"its processor is {an(class_name(processor))}, which is not the supported one"
+
+    def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
+        run = partial(super().run_own, stand_in, own, module, args, kwargs)
+        return run_own_in_parallel(run, stand_in)
+
+    def is_other(self, module: Any) -> bool:
+        """Whether the module has the other processor."""
+        cls: Any = type(module.__dict__.get("processor"))
+        return self.other_call is not None and cls.__call__ is self.other_call.function
+
+    def notes(self, module: Any, injection: Injection) -> list[str]:
+        notes = norm_notes(module, _NORMS)
+        reason = self._why_own_attention(module, injection)
+        return notes if reason is None else [*notes, reason]
+
+    def _why_own_attention(self, module: Any, injection: Injection) -> str | None:
+        """Why the module currently runs its own attention."""
+        if not injection.options["attention"]:
+            return NOT_WANTED
+        return why_own_attention(module, _dispatches(self))
+
+    def describe(self, module: Any, injection: Injection) -> str:
+        is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
+        is_taken = is_own and self._why_own_attention(module, injection) is None
+        return f"{self.operations}, attention" if is_taken else self.operations
+
+
+# Arguments of the spec of diffusers' ``Attention`` whose processor rotates with tables.
+ROTATED_ATTENTION: dict[str, Any] = {
+    "parameters": "self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+    "processor_parameters": "hidden_states encoder_hidden_states attention_mask image_rotary_emb",
+    "rotate": "diffusers.models.embeddings:apply_rotary_emb",
+}
+
+
+def _dispatches(spec: Any) -> bool:
+    """Whether the processor calls the dispatch: in an older diffusers it may not."""
+    return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
+
+
+def why_own_attention(module: Any, dispatches: bool) -> str | None:
+    """Why a module runs its own attention, as far as its attributes, processor and layers tell."""
+    if not is_native(module.processor, dispatches):
+        return CHOSEN
+    attributes = module.__dict__
+    head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
+    if not isinstance(head_dim, int):
+        is_known = isinstance(inner, int) and isinstance(heads, int) and heads > 0
+        head_dim = inner // heads if is_known else None
+    reason = why_not_head_dim(head_dim)
+    weights = (getattr(child, "weight", None) for child in module.children())
+    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
+    if reason is None and dtype in (torch.float32, torch.float64):  # others may be quantized
+        reason = f"no kernel for {dtype_name(dtype)}"
+    return None if reason is None else f"{OWN_ATTENTION}: {reason}"
+
+
+def why_not_head_dim(head_dim: int | None) -> str | None:
+    """Why the kernel does not take heads of this size, as a clause."""
+    if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
+        return None
+    return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
+
+
+def context_parallel_of(call: Call, module: Any) -> Any:
+    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend or
+    replaced diffusers' dispatch.
+
+    diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
+    or a rank would attend to its own tokens only.
+    """
+    found = getattr(module.processor, "_parallel_config", call)
+    if found is call:
+        found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
+    config = config_of(found)
+    if config is None:
+        return None
+    spec: Any = call.stand_in.spec
+    dispatches = _dispatches(spec)
+    is_replaced = (
+        dispatches and sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function
+    )
+    is_ours = is_native(module.processor, dispatches) and not is_replaced
+    return config if is_ours else None
+
+
+def _may_attend(call: Call, head_dim: int) -> bool:
+    """Whether attention itself may run on the kernel. Counts the reason if not, except for user choices."""
+    stand_in = call.stand_in
+    if not stand_in.injection.options["attention"]:
+        return False
+    spec: Any = stand_in.spec
+    reason = None
+    if head_dim not in ATTENTION_HEAD_DIMS:
+        reason = why_not_head_dim(head_dim)
+    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
+        reason = "scaled_dot_product_attention was replaced"
+    elif _dispatches(spec):
+        if NATIVE.function is None:
+            reason = "this diffusers version does not expose its backend"
+        elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
+            reason = "dispatch_attention_fn was replaced"
+    if reason is not None:
+        call.fall_back(f"{OWN_ATTENTION}: {reason}")
+    return reason is None
+
+
+def attend(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    expand_mask: Callable[[Tensor], Tensor] | None = None,
+    *,
+    heads: int,
+    key_lengths: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    is_unbiased: Tensor | None = None,
+    gate: Tensor | None = None,
+    addend: Tensor | None = None,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
+    query's shape.
+
+    Under context parallelism query, key and value may also be those of ``wire_empty``, and the value a
+    function that computes it, while query and key are on their way to other ranks.
+
+    ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
+    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
+    equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
+    (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
+    processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
+    to the dispatch.
+    """
+    spec: Any = call.stand_in.spec
+    processor = module.processor
+    is_free = is_native(processor, _dispatches(spec))
+    config = None if "parallel_config" in options else context_parallel_of(call, module)
+    if config is not None:
+        if is_unbiased is not None:
+            raise ValueError(
+                "context parallelism: a mask for some queries only cannot be split between ranks"
+            )
+        key_bias = _bias_of_keys(call, key, mask, expand_mask, key_lengths, key_bias)
+        result = _attend_in_parallel(call, config, query, key, value, key_bias, heads, out)
+        return _gate_and_add(result, gate, addend, heads)
+    if is_free and _may_attend(call, query.shape[2] // heads):
+        if attention_takes(query, key, value, heads):
+            if mask is not None and key_lengths is None and key_bias is None:
+                key_bias = _key_bias(call, mask, key, expand_mask is not None)
+            if mask is None or key_bias is not None or key_lengths is not None:
+                how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
+                how.update(heads=heads, out=out)
+                if (
+                    is_unbiased is None
+                    and same_dtype_and_unit_stride(query, addend)
+                    and (addend is None or addend.shape == query.shape)
+                    and modulators_compatible(query, gate)
+                    and not is_differentiated(gate, addend)
+                ):
+                    return functional.attention(query, key, value, gate=gate, addend=addend, **how)
+                result = functional.attention(query, key, value, **how)
+                if is_unbiased is not None:
+                    first = result[:, : is_unbiased.shape[1]]
+                    unbiased = functional.attention(
+                        query[:, : first.shape[1]], key, value, heads=heads
+                    )
+                    first.copy_(torch.where(is_unbiased, unbiased, first))
+                return _gate_and_add(result, gate, addend, heads)
+            call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
+        else:
+            _count_own(call, query, key, value)
+    elif not is_free:
+        call.leave_attention(CHOSEN)
+    if mask is not None and expand_mask is not None:
+        # PyTorch's attention broadcasts over the heads by itself.
+        is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
+        mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
+    dtype = query.dtype
+    head_dim = query.shape[2] // heads
+    query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
+    if key.shape[2] != heads:
+        repeats = heads // int(key.shape[2])  # torch.jit.trace has tensors as sizes
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+    if _dispatches(spec):
+        chosen: Any = {
+            "backend": getattr(processor, "_attention_backend", None),
+            "parallel_config": getattr(processor, "_parallel_config", None),
+        }
+        dispatch = sys.modules[spec.library].dispatch_attention_fn
+        result = dispatch(query, key, value, attn_mask=mask, **{**chosen, **options})
+    else:
+        result = sdpa_of_tokens(query, key, value, mask, **options)
+    return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def _count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Counts an attention of tensors that the kernel does not take."""
+    if is_differentiated(query, key, value):
+        call.leave_attention(GRADIENT)
+    elif query.shape[0] != key.shape[0]:
+        call.fall_back(f"{OWN_ATTENTION}: its queries and keys have different batch sizes")
+    else:
+        call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
+
+
+def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
+    if gate is not None:
+        x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+    return x if addend is None else gated_residual(addend, x, None)
+
+
+def _attend_in_parallel(
+    call: Call,
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Any,
+    bias: Tensor | None,
+    heads: int,
+    out: Tensor | None,
+) -> Tensor:
+    """``attend`` to the keys of all ranks, with a bias (B, Sk) of this rank's."""
+    head_dim = query.shape[-1] if query.dim() == 5 else query.shape[2] // heads
+
+    def by_head(x: Any) -> Tensor:
+        x = x() if callable(x) else x
+        return x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
+
+    may_use_kernel = _may_attend(call, head_dim)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
+        if may_use_kernel and attention_takes(q, k, v):
+            return functional.attention(q, k, v, key_bias=bias, out=out)
+        if may_use_kernel:
+            _count_own(call, q, k, v)
+        return sdpa_with_bias(q, k, v, bias, out)
+
+    place = None if out is None else out.unflatten(2, (heads, head_dim))
+    tensors = by_head(query), by_head(key), partial(by_head, value)
+    result = attend_in_parallel(config, *tensors, bias, attention, place)
+    return result.flatten(2, 3) if out is None else out
+
+
+def _bias_of_keys(
+    call: Call, key: Tensor, mask: Any, expand_mask: Any, lengths: Any, bias: Any
+) -> Tensor | None:
+    """The masks of ``attend`` as a bias (B, Sk)."""
+    if bias is not None or (lengths is None and mask is None):
+        return bias
+    if lengths is not None:
+        valid = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
+        return valid.to(torch.float32).log_()
+    if expand_mask is not None and mask.dtype == torch.bool:
+        mask, expand_mask = expand_mask(mask), None
+    found = _key_bias(call, mask, key, expand_mask is not None)
+    if found is None:
+        raise ValueError(
+            "context parallelism: a mask that differs between queries or heads, or is not of this rank's "
+            f"keys, cannot be split between ranks, got shape {tuple(mask.shape)}"
+        )
+    return found
+
+
+def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
+    """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
+    (B, 1 or Sq, Sk) for the heads."""
+    is_whole = mask.dim() == 3 and mask.shape[2] == key.shape[1]  # a shorter one would be padded
+    if is_repeated and (not is_whole or mask.dtype == torch.bool):
+        return None
+
+    def make(mask: Tensor) -> Tensor | None:
+        return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
+
+    return call.shared(("key bias", key.shape, key.dtype), mask, make)
+
+
+def key_lengths_of(call: Call, given: Any, mask: Tensor, batch: int, keys: int) -> dict[str, Any]:
+    """The argument ``key_lengths`` of ``attend`` for a mask (B, 1, 1, Sk) of booleans, made from the one that
+    the attention was ``given``. Only a known mask of a block surely has the valid keys before the padding."""
+    state = call.state
+    is_prefix = state is not None and state.has_known_masks and given is state.block_mask
+    if not is_prefix or mask.dtype != torch.bool or mask.shape != (batch, 1, 1, keys):
+        return {}
+    lengths = call.shared("key lengths", mask, lambda m: m.flatten(1).sum(1, dtype=torch.int32))
+    return {"key_lengths": lengths}
+
+
+def _weights_of_part(
+    kind: type, part: str, layers: Sequence[str], block: Any, x: Tensor, *others: str
+) -> dict[Any, Fp8Weight] | None:
+    """``fp8_weights_for`` x of the layers of ``block.part`` with the names ``layers``, and of those of the
+    block with the names ``others``, if a call of the part runs its stand-in without hooks. ``kind``: of the
+    stand-in's spec."""
+    module = block._modules.get(part)
+    # torch.compile cannot trace a read of the instance's forward.
+    if torch.compiler.is_compiling() or module is None:
+        return None
+    each = (*map(module._modules.get, layers), *map(block._modules.get, others))
+    weights = fp8_weights_for(x, *each)
+    if weights is None or getattr(module, "fused_projections", False):
+        return None
+    stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
+    is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, kind)
+    return weights if is_known and bare_stand_in(stand_in.spec, module) else None
+
+
+attention_weights = partial(_weights_of_part, AttentionSpec)
+# Of a feed-forward with a stand-in of its own, in which no other part has layers of these names.
+gated_feed_forward_weights = partial(_weights_of_part, PatchSpec)
+# ``blocks.Prologue.weights_for`` before ``block.attn``: of the image or the only stream, and of the text.
+image_weights = partial(attention_weights, "attn", QUERY_KEY_VALUE)
+text_weights = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
+# The same before ``block.attn1``.
+attn1_weights = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
+
+
+def single_block_weights(block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
+    """``blocks.Prologue.weights_for`` of a single block, whose feed-forward takes the same norm."""
+    return attention_weights("attn", QUERY_KEY_VALUE, block, x, "proj_mlp")
+
+
+def inputs_taken(x: Any, *others: Any) -> bool:
+    """``kernels_take``. Inputs may be quantized."""
+    inputs = [each for each in (x, *others) if each is not None]
+    tensors = [each for each in inputs if type(each) is not QuantizedRows]
+    are_alike = all(each.dtype is x.dtype for each in inputs)
+    return are_alike and (not tensors or kernels_take(*tensors))
+
+
+def gated_feed_forward(
+    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
+) -> Tensor:
+    """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
+    if not inputs_taken(x):
+        return call.refuse(x)
+    modules = self._modules
+    return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
+
+
+def query_key_value(
+    module: Any,
+    x: Any,
+    context: Tensor | None,
+    names: tuple[str, str, str] = _IMAGE[0],
+    config: Any = None,
+) -> Sequence[Any]:
+    """Query of x, and key and value of the context (default: x), by the linear layers with these names.
+
+    ``config``: the context parallelism of ``attend``, if it gets the value as it is: a function then.
+    """
+    modules = module._modules
+    q, k, v = names
+    if context is None and config is not None and not are_fp8(modules[v]):
+        query, key = linears(x, modules[q], modules[k])
+        return [query, key, partial(_value_on_wire, config, modules[v], x, module.heads)]
+    if context is None:
+        return linears(x, modules[q], modules[k], modules[v])
+    return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
+
+
+def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
+    """``layer(x)`` in the memory of ``wire_empty``, if matrix products can write it there without a copy."""
+    if x.shape[0] != 1 or not can_write_linear(layer, x):
+        return linear(layer, x)
+    value = wire_empty(config, x, layer._parameters["weight"].shape[0], heads)
+    write_linear(layer, x, value)
+    return value
+
+
+def _norm_options(
+    call: Call,
+    module: Any,
+    names: tuple[str, str],
+    query: Tensor,
+    key: Tensor,
+    heads: int,
+    form: str,
+    upcasts: Upcasts = Upcasts.NOWHERE,
+) -> dict[str, Any] | None:
+    """Arguments of ``qk_norm_rope`` for the query and key norms with these names; None if one launch cannot
+    compute both. ``form``: "per_head" or "across_heads". ``upcasts``: see ``norm_and_rotate``."""
+    q_norm, k_norm = module._modules.get(names[0]), module._modules.get(names[1])
+    if q_norm is None and k_norm is None:
+        return {"norm": "none"} if same_dtype_and_unit_stride(query, key) else None
+    size = query.shape[2] // heads if form == "per_head" else query.shape[2]
+    q, k = read_norm(q_norm, size, upcasts), read_norm(k_norm, size, upcasts)
+    for name, norm in zip(names, (q, k)):
+        if isinstance(norm, str):
+            call.fall_back(f"{name} {norm}")
+    if isinstance(q, str) or isinstance(k, str) or q[0] != k[0] or q[2] != k[2]:
+        return None
+    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
+    if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
+        return None
+    options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
+    if q[0] == LAYER:
+        if form != "per_head":
+            return None
+        options.update(norm="layer_per_head", q_bias=q[1][1], k_bias=k[1][1])
+    return options
+
+
+def norm_and_rotate(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    rope: Any,
+    rotate: Callable[[Tensor, Any], Tensor],
+    form: str,
+    heads: int,
+    layout: str = "interleaved",
+    upcasts: Upcasts = Upcasts.NOWHERE,
+    key_rope: Any = None,
+    config: Any = None,
+    names: tuple[str, str] = _IMAGE[1],
+) -> tuple[Tensor, Tensor]:
+    """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
+    that is given, too. With ``config``, the context parallelism of ``attend``, those of self-attention may be
+    those of ``wire_empty``.
+
+    ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
+    ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``, the rotation included.
+    Without a rotation per head, query and key may have different lengths.
+    """
+    if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
+        return query, key
+    per_head, operand, key_operand = form == "per_head", None, None
+    if query.shape == key.shape or (
+        query.shape[0] == key.shape[0]
+        and (
+            key_rope is not None or (per_head and (rope is None or query.shape[1] == key.shape[1]))
+        )
+    ):
+        if rope is not None and same_dtype_and_unit_stride(query, key):
+            operand = rope_operand(rope, query, heads, per_head)
+            if key_rope is not None:
+                key_operand = rope_operand(key_rope, key, heads, per_head)
+                operand = None if key_operand is None else operand
+        if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
+            options = _norm_options(call, module, names, query, key, heads, form, upcasts)
+            if options is not None:
+                how: Any = {"rope": operand, "k_rope": key_operand, "heads": heads, **options}
+                how["layout"] = layout
+                if (
+                    config is not None
+                    and operand is not None
+                    and query.shape == key.shape
+                    and may_write()
+                    and not is_differentiated(query, key, *options.values())
+                ):
+                    size = query.shape[2]
+                    how["out"] = tuple(wire_empty(config, query, size, heads) for _ in range(2))
+                q, k = functional.qk_norm_rope(query, key, **how)
+                return q, k
+    dtype = query.dtype
+    if per_head:
+        head_dim = query.shape[2] // heads
+        query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
+        query, key = query.float(), key.float()
+    query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
+    if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
+        how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
+        query, key = functional.qk_norm_rope(query, key, norm="none", **how)
+    elif rope is not None:
+        query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
+    if upcasts is Upcasts.TO_NEXT_LINEAR:
+        query, key = query.to(dtype), key.to(dtype)
+    return (query.flatten(2), key.flatten(2)) if per_head else (query, key)
+
+
+def norm_and_rotate_part(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    rope: Any,
+    rotate: Callable[[Tensor, Any], Tensor],
+    heads: int,
+) -> tuple[Tensor, Tensor]:
+    """``norm_and_rotate`` per head, by tables (cos, sin), each (S, r), of the first r elements of each head,
+    the two halves of which are pairs."""
+    size, head_dim = rope[0].shape[-1], query.shape[2] // heads
+    if size < head_dim and query.shape == key.shape and may_write():
+        operand = rope_operand(rope, query[..., : heads * size], heads, True)
+        options = _norm_options(call, module, _IMAGE[1], query, key, heads, "per_head")
+        if (
+            operand is not None
+            and options is not None
+            and options["norm"] != "none"  # otherwise a layer's own result would be written
+            and not is_differentiated(query, key, *operand, *options.values())
+        ):
+            query, key = functional.qk_norm_rope(query, key, heads=heads, **options)
+            q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
+            how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
+            functional.qk_norm_rope(q, k, rope=operand, **how)
+            return query, key
+    return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, "half")
+
+
+def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
+    """The attention's output projection, and its dropout if it has one.
+
+    ``source``: the attention's input, if a block adds the result to a residual. If the block gave
+    ``QuantizedRows``, the result may be an ``Fp8Product``.
+    """
+    to_out = module._modules.get("to_out")
+    if to_out is None:
+        return x
+    is_branch = type(source) is QuantizedRows
+    if type(to_out) is nn.ModuleList:
+        layer, dropout = to_out._modules.values()
+        out = linear_per_sample(layer, x, is_branch and is_identity(dropout))
+        return run_dropout(dropout, out)
+    return linear_per_sample(to_out, x, is_branch)
+
+
+def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
+    """The output projection of the text, as ``project_out`` for the image."""
+    return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
+
+
+# --------------------------------------------------------------------------------------------------
+# Two token streams, such as text and image
+
+# Arguments that models with an IP-Adapter pass to all attentions, including those without one.
+_IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
+
+
+class Stream(NamedTuple):
+    """One token stream: query, key and value, each (B, S, H * d); the names of the query and key norms; and
+    the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
+    its layer and the layer's input, or a function."""
+
+    query: Tensor
+    key: Tensor
+    value: Any
+    norms: tuple[str, str]
+    rope: Any
+
+    def value_tensor(self) -> Tensor:
+        return linear(*self.value) if isinstance(self.value, tuple) else self.value
+
+
+def project(
+    call: Call, module: Any, image: Any, text: Any, image_rope: Any, text_rope: Any
+) -> list[Stream]:
+    """The image stream, then the text stream if there is text, by the attention's linear layers. Both may be
+    quantized."""
+    sources = [(image, image_rope, *_IMAGE)]
+    if text is not None:
+        sources.append((text, text_rope, *_TEXT))
+    spec: Any = call.stand_in.spec
+    if spec.project and module.fused_projections:
+        images, texts = as_tensor(image), as_tensor(text)
+        packed = call.stand_in.functions[-1].function(module, images, texts)
+        return [
+            Stream(packed[3 * i], packed[3 * i + 1], packed[3 * i + 2], norms, rope)
+            for i, (_, rope, _, norms) in enumerate(sources)
+        ]
+    modules = module._modules
+    streams = []
+    for x, rope, (q, k, v), norms in sources:
+        if text is None:
+            config = context_parallel_of(call, module)
+            query, key, value = query_key_value(module, x, None, config=config)
+            return [Stream(query, key, value, norms, rope)]
+        if type(x) is QuantizedRows or are_fp8(modules[v]):
+            query, key, value = linears(x, modules[q], modules[k], modules[v])
+            streams.append(Stream(query, key, value, norms, rope))
+        else:
+            query, key = linears(x, modules[q], modules[k])
+            streams.append(Stream(query, key, (modules[v], x), norms, rope))
+    return streams
+
+
+def _joint_query_key_value(
+    call: Call, module: Any, streams: list[Stream], heads: int, config: Any
+) -> tuple[Tensor, Tensor, Any] | None:
+    """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
+    the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
+    context parallelism, or None."""
+    first = streams[0].query
+    how = []
+    for stream in streams:
+        query, key = stream.query, stream.key
+        if query.shape != key.shape or query.shape[::2] != first.shape[::2]:
+            return None
+        operand = None
+        if stream.rope is not None:
+            if same_dtype_and_unit_stride(query, key):
+                operand = rope_operand(stream.rope, query, heads, True)
+            if operand is None:
+                return None
+        options = _norm_options(call, module, stream.norms, query, key, heads, "per_head")
+        if options is None:
+            return None
+        how.append((operand, options))
+    for i, stream in enumerate(streams):
+        value = stream.value
+        if not (
+            isinstance(value, tuple)
+            and (config is None or first.shape[0] == 1)
+            and can_write_linear(*value)
+            and value[0]._parameters["weight"].shape[0] == first.shape[2]
+        ):
+            value = stream.value_tensor()
+            streams[i] = stream._replace(value=value)
+            if value.shape != stream.query.shape or not same_dtype_and_unit_stride(
+                stream.query, value
+            ):
+                return None
+    for stream, (_, options) in zip(streams, how):
+        if is_differentiated(stream.query, stream.key, stream.value, *options.values()):
+            return None
+    if not same_dtype_and_unit_stride(first, streams[1].query):
+        return None
+    length = first.shape[1]
+    total, size = length + streams[1].query.shape[1], first.shape[2]
+    joint: Any
+    if config is None:
+        joint = first.new_empty((3, first.shape[0], total, size)).unbind(0)
+    else:
+        joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
+    query, key, value = joint
+    outs = tuple(x[:, :length] for x in joint), tuple(x[:, length:] for x in joint)
+    later: list[Any] = []
+    for stream, (operand, options), out in zip(streams, how, outs):
+        v: Any = stream.value
+        if isinstance(v, tuple):
+            if config is None:
+                write_linear(v[0], v[1], out[2])
+            else:
+                later.append((v[0], v[1], out[2]))
+            v, out = None, out[:2]
+        functional.qk_norm_rope(
+            stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
+        )
+    if not later:
+        return query, key, value
+
+    def written() -> Tensor:
+        for each in later:
+            write_linear(*each)
+        return value
+
+    return query, key, written
+
+
+def attend_to_all(
+    call: Call,
+    module: Any,
+    streams: list[Stream],
+    rotate: Callable[[Tensor, Any], Tensor],
+    mask: Tensor | None = None,
+    *,
+    joint_rope: Any = None,
+    **options: Any,
+) -> Tensor:
+    """Attention over all tokens of the streams: their results, (B, S, H * d), concatenated.
+
+    ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``options``: see ``attend``.
+    """
+    head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
+    heads = streams[0].query.shape[2] // head_dim
+    joint: Any = None
+    config = context_parallel_of(call, module)
+    if len(streams) == 2 and (call.state is not None or may_write()):
+        joint = _joint_query_key_value(
+            call, module, streams, heads, config if joint_rope is None else None
+        )
+    if joint is None:
+        each = []
+        alone = config if len(streams) == 1 and joint_rope is None else None
+        for stream in streams:
+            query, key, _, norms, rope = stream
+            how = (query, key, rope, rotate, "per_head", heads)
+            q, k = norm_and_rotate(call, module, *how, config=alone, names=norms)
+            each.append((q, k, stream.value_tensor()))
+        joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
+    query, key, value = joint
+    if joint_rope is not None:
+        query, key = (
+            rotate(x.unflatten(2, (heads, -1)), joint_rope).flatten(2) for x in (query, key)
+        )
+    return attend(call, module, query, key, value, mask, heads=heads, **options)
+
+
+def attend_jointly(
+    call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d)."""
+    length = streams[0].query.shape[1]
+    out = attend_to_all(call, module, streams, *arguments, **options)
+    return out[:, :length], out[:, length:]
+
+
+def forward_with_tables(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *,
+    equivalents_of: Callable[[Call, Tensor, Tensor], dict[str, Any]] = lambda *_: {},
+    **kwargs,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The forward of an attention over an image, optionally with text before it. ``image_rotary_emb`` has the
+    tables (cos, sin) of both. ``equivalents_of(call, x, mask)``: those of a mask, as arguments of
+    ``attend``."""
+    x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
+    if not kwargs.keys() <= _IP_ADAPTER_ARGUMENTS or (c is None) != (
+        self.added_kv_proj_dim is None
+    ):
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)
+    if c is None:
+        streams = project(call, self, x, None, rope, None)
+        return attend_to_all(call, self, streams, rotate, attention_mask, **options)
+    ropes = None
+    if rope is not None:
+        split = partial(split_tables, first=c.shape[1], second=x.shape[1])
+        ropes = call.shared(("tables", c.shape[1], x.shape[1]), rope, split)
+    text_rope, image_rope = ropes or (None, None)
+    streams = project(call, self, x, c, image_rope, text_rope)[::-1]
+    options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
+    text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
+    return project_out(self, image_out, x), project_text_out(self, text_out, c)
+
+
+flux_attention_spec = partial(
+    AttentionSpec,
+    forward=forward_with_tables,
+    operations="qk_norm_rope",
+    project="_get_qkv_projections",
+)
+
+
+def concat_streams(call: Call, first: Any, second: Any) -> Any:
+    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are adjacent in one buffer, such as the
+    slices of the previous block's joint result. They may be quantized for the same layers."""
+    if type(first) is type(second) is QuantizedRows:
+        values = concat_streams(call, first.values, second.values)
+        scale = concat_streams(call, first.scale, second.scale)
+        return QuantizedRows(values, scale, first.dtype, first.weights)
+    if call.state is not None and _are_adjacent(first, second):
+        return concat_view(first, second)
+    return torch.cat([as_tensor(first), as_tensor(second)], dim=1)
+
+
+def concat_view(first: Tensor, second: Tensor) -> Tensor:
+    shape = (first.shape[0], first.shape[1] + second.shape[1], first.shape[2])
+    return first.as_strided(shape, first.stride())
+
+
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
+    return (
+        type(first) is type(second) is Tensor
+        and first.dtype == second.dtype
+        and first.device == second.device
+        and not first.is_meta
+        and first.shape[0] == second.shape[0]
+        and first.shape[2] == second.shape[2]
+        and first.stride() == second.stride()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.storage_offset() == first.storage_offset() + first.shape[1] * first.stride(1)
+    )

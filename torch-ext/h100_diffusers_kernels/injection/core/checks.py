@@ -1,0 +1,230 @@
+"""Guards: whether a module or a function is exactly what its library defines, checked where it is used.
+
+Results are not cached. Classes and functions are looked up once, as their libraries define them; each check
+compares a module, or a name of a library, with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ...conditions import an
+
+_modules = torch.nn.modules.module
+GLOBAL_HOOKS = (
+    _modules._global_forward_hooks,
+    _modules._global_forward_pre_hooks,
+    _modules._global_backward_hooks,
+    _modules._global_backward_pre_hooks,
+)
+_Module: Any = nn.Module
+# PyTorch's own call of a module, which a debugger or profiler may have patched.
+MODULE_CALL, CALL_IMPL = _Module._wrapped_call_impl, _modules.Module._call_impl
+# Modes that do not change results: torch.set_default_device, and modes that only observe.
+TRANSPARENT_MODES: set[type] = {DeviceContext}
+# Modules of PyTorch's tracers, under which the kernels run.
+_TRACERS = ("torch._subclasses", "torch._export", "torch._functorch", "torch.export", "torch.fx")
+# The classes of this package's replacements of forwards.
+STAND_INS: set[type] = set()
+_known: list[Any] = []
+
+
+def find_class(path: str) -> type | None:
+    """The class ``module:name``, if its module is loaded."""
+    module, _, name = path.partition(":")
+    return getattr(sys.modules.get(module), name, None)
+
+
+class KnownFunction:
+    """A function ``module:name`` or ``module:class.name`` as its library defines it.
+
+    Attributes:
+        owner: its module or class.
+        name: its name there.
+        function: the function; None if it is not loaded or its parameters are not ``parameters`` (names in
+            order; None for any): another version of the library may compute something different.
+    """
+
+    __slots__ = ("_parameters", "_path", "function", "name", "owner")
+
+    def __init__(self, path: str, parameters: str | None = None) -> None:
+        self._path = path
+        self._parameters = parameters
+        self.owner: Any = None
+        self.function: Any = None
+        self.look_up()
+        _known.append(self)
+
+    def look_up(self) -> None:
+        module_name, _, qualified_name = self._path.partition(":")
+        class_name_, _, self.name = qualified_name.rpartition(".")
+        owner: Any = sys.modules.get(module_name)
+        if class_name_:
+            owner = getattr(owner, class_name_, None)
+        function: Any = vars(owner).get(self.name) if owner is not None else None
+        if isinstance(function, staticmethod):
+            function = function.__func__
+        if _is_written_by(module_name.partition(".")[0], function, self.name) and (
+            self._parameters is None
+            or " ".join(inspect.signature(function).parameters) == self._parameters
+        ):
+            self.owner, self.function = owner, function
+
+
+def _is_written_by(library: str, function: Any, name: str) -> bool:
+    if function is None or getattr(function, "__name__", None) != name:
+        return False
+    module_globals = getattr(function, "__globals__", None)
+    if module_globals is None:  # one of Torch's compiled functions
+        namespaces: tuple[Any, ...] = (torch._C._nn, torch._C._VariableFunctions)
+        return any(function is getattr(namespace, name, None) for namespace in namespaces)
+    return module_globals["__name__"].partition(".")[0] == library
+
+
+def why_replaced(module: Any, name: str) -> str | None:
+    """Why a method with this name is not that of the module's class, or None."""
+    return f"{name} was replaced" if name in module.__dict__ else None
+
+
+def replaced_function(functions: tuple[KnownFunction, ...]) -> str | None:
+    """Why the kernels cannot replace these functions: one of them is no longer the library's."""
+    for known in functions:
+        function = known.function
+        if function is None or getattr(known.owner, known.name, None) is not function:
+            return f"{known.name} was replaced"
+    return None
+
+
+class KnownClass:
+    """A class, without its subclasses, whose forward the kernels know.
+
+    Attributes:
+        cls: the class; None until its module is loaded.
+        own_forward: its forward as the library defines it.
+        functions: functions that it calls by names that users may replace; each given as its path, or as
+            path and parameters.
+    """
+
+    __slots__ = ("_own_forward", "_path", "cls", "functions", "own_forward")
+
+    def __init__(self, path: str, *functions: Any, parameters: str | None = None) -> None:
+        self._path = path
+        self.cls: Any = None
+        self._own_forward = KnownFunction(f"{path}.forward", parameters)
+        paths = ((f,) if isinstance(f, str) else f for f in functions)
+        self.functions = tuple([KnownFunction(*path) for path in paths])
+        self.look_up()
+        _known.append(self)
+
+    def look_up(self) -> None:
+        self.cls = self.cls or find_class(self._path)
+        self.own_forward: Any = self._own_forward.function
+
+
+def look_up_libraries() -> None:
+    """Looks up libraries that were loaded later. Earlier results stay, even if users replaced a function."""
+    for known in _known:
+        known.look_up()
+
+
+def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
+    """Whether a call of each module runs only its library's code: it has exactly this class, no hooks, no
+    forward of its own, and no function that it calls was replaced."""
+    cls = known.cls
+    if (
+        type(module) is not cls
+        or cls.forward is not known.own_forward
+        or cls.__call__ is not _Module.__call__
+    ):
+        return False
+    for function in known.functions:
+        if getattr(function.owner, function.name, None) is not function.function:
+            return False
+    for each in (module, *others) if others else (module,):
+        if type(each) is not cls:
+            return False
+        state = each.__dict__
+        if (  # ``has_hooks``, inlined: blocks ask this of each of their modules
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state.get("_compiled_call_impl") is not None
+        ):
+            return False
+        if "forward" in state and not has_own_forward(each):
+            return False
+    return True
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether the instance has no own forward. Its class's forward, which removed hooks leave there, and a
+    stand-in, which computes the same, do not count."""
+    forward = module.__dict__.get("forward")
+    if type(forward) is not MethodType:
+        return forward is None
+    owner: Any = forward.__self__
+    if type(owner) in STAND_INS:
+        return owner._module() is module
+    return owner is module and forward.__func__ is type(module).forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether the module has hooks or a compiled call."""
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or state.get("_compiled_call_impl") is not None
+    )
+
+
+def why_not_plain(module: Any, known: KnownClass) -> str:
+    """Why ``is_plain`` is false, as a clause."""
+    if known.cls is None or type(module) is not known.cls:
+        return f"is {an(class_name(module))}"
+    reason = replaced_function(known.functions)
+    if known.cls.forward is not known.own_forward or known.cls.__call__ is not _Module.__call__:
+        reason = f"{known.cls.__name__}'s forward or __call__ was replaced"
+    if reason is not None:
+        return f"is {an(class_name(module))}, and {reason}"
+    return "has hooks or another forward than its class's"
+
+
+def why_intercepted() -> str | None:
+    """Why the model's own code has to run: something intercepts all calls of modules or functions."""
+    if any(GLOBAL_HOOKS):
+        return "hooks are registered for all modules"
+    for function, own in ((_Module.__call__, MODULE_CALL), (_Module._call_impl, CALL_IMPL)):
+        # PyTorch's tracers also replace it.
+        writer = getattr(function, "__globals__", {}).get("__name__", "")
+        if function is not own and not writer.startswith(_TRACERS):
+            return "torch.nn.Module.__call__ was replaced"
+    for mode in _get_current_function_mode_stack() + _get_current_dispatch_mode_stack():
+        cls = type(mode)
+        if cls not in TRANSPARENT_MODES and not cls.__module__.startswith(_TRACERS):
+            return f"it runs within {an(cls.__name__)}"
+    return None
+
+
+def why_unsupported() -> str | None:
+    """Why no model is injected: the diffusers that is loaded is too old."""
+    version = getattr(sys.modules.get("diffusers"), "__version__", None)
+    if version is None or tuple(map(int, version.split(".")[:2])) >= (0, 36):
+        return None
+    return f"diffusers {version} is loaded, and 0.36 or later is needed"
+
+
+def class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

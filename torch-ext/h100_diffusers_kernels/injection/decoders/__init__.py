@@ -1,0 +1,1 @@
+"""Blocks and layers of autoencoders."""

@@ -1,0 +1,1 @@
+"""Models that run on the kernels in full, a file each."""

@@ -1,0 +1,176 @@
+"""Chroma: how its transformer maps to the operations.
+
+Its blocks are those of FLUX.1 with two differences. All of their modulation comes from one network before
+them, and each block is given its rows. The padding of the text has a mask.
+
+The mask m of all tokens, text first, is 1 or, at the text's padding, 0. A block adds m_i * m_j to the score
+of query i and key j. A query with m_i = 1 gets the bias m_j of key j; one with m_i = 0 gets no bias. The
+padding is not masked out, so its results are used. Attention runs with the key bias m for all queries, and
+once more without it for the text's queries, of which the padding's are taken. An image's tokens all have
+m = 1, as diffusers' pipelines make it. A mask of booleans does mask the padding out, and nothing uses its
+results.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import is_differentiated, kernels_take
+from ..attention.modules import (
+    flux_attention_spec,
+    forward_with_tables,
+    image_weights,
+    single_block_weights,
+    text_weights,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
+from ..parts.norms import clip_to_float16
+from ..parts.streams import (
+    FEED_FORWARDS,
+    ResidualBranch,
+    adaptive_prologue,
+    begin,
+    double_spec,
+    finish,
+    single_spec,
+    two_stream_block,
+)
+
+_CHROMA = "diffusers.models.transformers.transformer_chroma"
+_FLUX = "diffusers.models.transformers.transformer_flux"
+
+
+def _rows(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor:
+    return temb.flatten(1, 2)
+
+
+def _prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    temb: Tensor,
+    *,
+    name: str,
+    first: int,
+    last: int,
+    **how: Any,
+) -> Any:
+    """``adaptive_prologue`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
+    if ahead is not None:
+        return None  # the model has not selected the next block's rows yet
+    rows = temb[:, first:last]
+    return adaptive_prologue(call, block, None, rows, name=name, modulation_of=_rows, **how)
+
+
+_DOUBLE = (
+    partial(_prologue, name="norm1", first=0, last=6, weights_for=image_weights),
+    partial(_prologue, name="norm1_context", first=6, last=12, weights_for=text_weights),
+)
+_SINGLE = (partial(_prologue, name="norm", first=0, last=3, weights_for=single_block_weights),)
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    if call.state is not None:
+        call.state.text_length = c.shape[1]
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    more["attention_mask"] = _product(call, attention_mask)
+    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    attention_mask: Tensor | None = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb,))
+    mlp = (modules["proj_mlp"], modules["act_mlp"])
+    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
+    attention_out = modules["attn"](
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        attention_mask=_product(call, attention_mask),
+        **(joint_attention_kwargs or {}),
+    )
+    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
+    (x,) = finish(call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,), hands_over=False)
+    return clip_to_float16(x)
+
+
+def _product(call: Call, mask: Tensor | None) -> Tensor | None:
+    """The mask (B, 1, S, S) that an attention is given, from that of the tokens (B, S). Blocks share it."""
+    if mask is None:
+        return None
+    product: Tensor = call.shared("product", mask, lambda m: m[:, None, None] * m[:, None, :, None])
+    if call.state is not None:
+        call.state.block_mask = product
+    return product
+
+
+def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
+    """Equivalents of such a product for ``attend``. Any other mask comes from users' code."""
+    state = call.state
+    is_product = state is not None and mask is state.block_mask and mask.shape[0] == x.shape[0]
+    is_taken = mask.dtype in (x.dtype, torch.bool) and not is_differentiated(mask)
+    count = state.text_length if is_product and is_taken else None
+    if count is None:
+        return {}
+    return call.shared("equivalents", mask, partial(_read_product, text_length=count))
+
+
+def _read_product(mask: Tensor, text_length: int) -> dict[str, Any]:
+    key_bias = mask[:, 0].diagonal(dim1=1, dim2=2).contiguous()  # the mask of the tokens
+    if mask.dtype == torch.bool:
+        return {"key_bias": key_bias.float().log_()}  # 0 for True, -inf for False
+    return {"key_bias": key_bias, "is_unbiased": (key_bias[:, :text_length] == 0).unsqueeze(2)}
+
+
+_SPECS = (
+    model_spec(
+        f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
+    ),
+    double_spec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
+    single_spec(
+        f"{_CHROMA}:ChromaSingleTransformerBlock",
+        _single_block_forward,
+        operations="layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, "
+        "or gelu",
+    ),
+    flux_attention_spec(
+        f"{_FLUX}:FluxAttention",
+        forward=partial(forward_with_tables, equivalents_of=_equivalents),
+    ),
+    axial_positions(f"{_FLUX}:FluxPosEmbed"),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = (
+    *("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer"),
+    *("norm_out", "proj_out"),
+)
+FAMILIES = (Family("Chroma", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

@@ -1,0 +1,208 @@
+"""Cosmos: how the transformers of Predict1, Predict2 and Transfer2.5, and a ControlNet, map to operations.
+
+A block has three branches,
+
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * attn1(n)
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * attn2(n, text)
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * ff(n)
+
+with an RMS norm of each head's query and key, and a rotary embedding of both in attn1. Each norm has its own
+modulation, linear_2(linear_1(silu(t))) plus rows that all norms share; t has a row for each sample or token.
+Predict1 adds position embeddings before each block, Transfer2.5 a ControlNet's results after some. attn2 of
+Transfer2.5 also attends to an image, with linear layers and norms of its own, and adds both results.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    ROTATED_ATTENTION,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    attn1_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import COSMOS_POSITIONS, TIMESTEPS
+from ..parts.linears import (
+    LINEAR_GELU,
+    feed_forward_branch,
+    feed_forward_weights,
+    linear,
+    plain_weight,
+)
+from ..parts.norm_modules import COSMOS_OUTPUT_NORM
+from ..parts.norms import gated_residual
+from ..parts.streams import (
+    BlockSpec,
+    Prologue,
+    ResidualBranch,
+    adaptive_prologue,
+    finish,
+    linear_of_silu,
+    may_run_ahead,
+    take_over,
+)
+
+_COSMOS = "diffusers.models.transformers.transformer_cosmos"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
+
+
+def _modulation(
+    call: Call, module: Any, ahead: Tensor | None, t: Tensor, shared: Tensor | None
+) -> Tensor | None:
+    """``linear_2(linear_1(silu(t))) + shared``, with the sum in one launch if all samples share a row."""
+    layer = module._modules["linear_2"]
+    hidden = linear_of_silu(call, module._modules["linear_1"], t, ahead)
+    if hidden is None or (ahead is not None and not may_run_ahead(layer, ahead)):
+        return None
+    plain = plain_weight(layer)
+    if (
+        plain is not None
+        and plain[1] is None
+        and shared is not None
+        and (shared.dim(), shared.shape[0], shared.dtype) == (2, 1, hidden.dtype)
+    ):
+        return F.linear(hidden, plain[0], shared[0])
+    out = linear(layer, hidden)
+    return out if shared is None else out + shared
+
+
+# Rows are shift, scale and gate.
+_prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation)
+
+
+def _query_weights(block: Any, x: Tensor) -> Any:
+    layers = ("to_q", "q_img") if "q_img" in block._modules["attn2"]._modules else ("to_q",)
+    return attention_weights("attn2", layers, block, x)
+
+
+def _feed_forward_weights(block: Any, x: Tensor) -> Any:
+    return feed_forward_weights(block._modules["ff"], x)
+
+
+_FIRST = (partial(_prologue, name="norm1", weights_for=attn1_weights),)
+_SECOND = (partial(_prologue, name="norm2", weights_for=_query_weights),)
+_THIRD = (partial(_prologue, name="norm3", weights_for=_feed_forward_weights),)
+
+
+def _after(call: Call, block: Any, makers: Any, conditions: Any, *branch: Any) -> Any:
+    """``h = residual + gate * x`` of the branch, and the prologue's result for it."""
+    made = makers[0](call, block, None, *conditions)
+    if isinstance(made, Prologue):
+        return made.after(ResidualBranch(*branch), call)
+    h = gated_residual(*branch)
+    return h, made(h)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Any,
+    embedded_timestep: Tensor,
+    temb: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    extra_pos_emb: Tensor | None = None,
+    attention_mask: Any = None,
+    controlnet_residual: Tensor | None = None,
+    latents: Any = None,
+    block_idx: int | None = None,
+) -> Any:
+    x, conditions, modules = hidden_states.contiguous(), (embedded_timestep, temb), self._modules
+    if not kernels_take(x, *conditions, extra_pos_emb, controlnet_residual):
+        return call.refuse(x, *conditions, extra_pos_emb, controlnet_residual)
+    if self.before_proj is not None:
+        x = linear(self.before_proj, x) + latents
+    handed = take_over(call, self, (x, *conditions))
+    if handed is not None:
+        (begun,) = handed
+    elif extra_pos_emb is None:
+        begun = _FIRST[0](call, self, None, *conditions)(x)
+    else:
+        x, begun = _after(call, self, _FIRST, conditions, x, extra_pos_emb, None)
+    (n,), (_, _, gate) = begun
+    out = modules["attn1"](n, image_rotary_emb=image_rotary_emb)
+    x, ((n,), (_, _, next_gate)) = _after(call, self, _SECOND, conditions, x, out, gate)
+    c, mask = encoder_hidden_states, attention_mask
+    out = modules["attn2"](n, encoder_hidden_states=c, attention_mask=mask)
+    x, ((n,), (_, _, gate)) = _after(call, self, _THIRD, conditions, x, out, next_gate)
+    out = feed_forward_branch(modules["ff"], n)
+    if controlnet_residual is not None:
+        x, out, gate = gated_residual(x, out, gate), controlnet_residual, None
+    branches, hands_over = (ResidualBranch(x, out, gate),), extra_pos_emb is None
+    (x,) = finish(call, self, _FIRST, branches, conditions, hands_over=hands_over)
+    return x if self.after_proj is None else (x, linear(self.after_proj, x))
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Any = None,
+    attention_mask: Any = None,
+    image_rotary_emb: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    x, c, mask, image, image_mask = hidden_states, encoder_hidden_states, attention_mask, None, None
+    if kwargs or isinstance(c, tuple) != ("q_img" in self._modules):
+        return NotImplemented
+    if isinstance(c, tuple):
+        (c, image), (mask, image_mask) = c, mask or (None, None)
+    if not inputs_taken(x, c, image):
+        return call.refuse(x, c, image)
+    rotate = partial(call.stand_in.functions[1].function, use_real_unbind_dim=-2, sequence_dim=1)
+    how = (rotate, "per_head", self.heads, "half")
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    query, key, value = query_key_value(self, x, c)
+    query, key = norm_and_rotate(call, self, query, key, image_rotary_emb, *how)
+    out = attend(call, self, query, key, value, mask, **options)
+    if image is not None:
+        image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
+        query, key, value = query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
+        norms = ("q_img_norm", "k_img_norm")
+        query, key = norm_and_rotate(call, self, query, key, None, *how, names=norms)
+        out = attend(call, self, query, key, value, image_mask, addend=out, **options)
+    return project_out(self, out)
+
+
+_PROCESSORS = {
+    f"{_COSMOS}:CosmosAttention": f"{_COSMOS}:CosmosAttnProcessor2_5",
+    "diffusers.models.attention_processor:Attention": f"{_COSMOS}:CosmosAttnProcessor2_0",
+}
+_SPECS = (
+    model_spec(f"{_COSMOS}:CosmosTransformer3DModel", "transformer_blocks"),
+    model_spec(f"{_CONTROLNET}:CosmosControlNetModel", "control_blocks"),
+    BlockSpec(
+        f"{_COSMOS}:CosmosTransformerBlock",
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        adaptive_norms=("norm1", "norm2", "norm3"),
+        inner=("attn1", "attn2", "ff.net.0"),
+    ),
+    *(
+        AttentionSpec(
+            path, _attention_forward, "qk_norm_rope", processor=processor, **ROTATED_ATTENTION
+        )
+        for path, processor in _PROCESSORS.items()
+    ),
+    COSMOS_POSITIONS,
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = (
+    *("patch_embed", "patch_embed_base", "learnable_pos_embed", "time_embed", "crossattn_proj"),
+    *("img_context_proj", "proj_out"),
+)
+FAMILIES = (Family("Cosmos", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), COSMOS_OUTPUT_NORM),)

@@ -1,0 +1,108 @@
+"""FLUX.1: how its transformer, and its ControlNet, map to the operations.
+
+A double block computes for image tokens x and text tokens c, each with its own modulation,
+
+    n_x, n_c = layer_norm(x) * (1 + scale) + shift, layer_norm(c) * (1 + scale) + shift
+    a_x, a_c = attention over the concat of both, with an RMS norm of each head's query and key, and rotated
+    x = x + gate * a_x;  x = x + gate_mlp * ff(layer_norm(x) * (1 + scale_mlp) + shift_mlp);  c likewise
+
+and a single block, for the concat of both,
+
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * proj_out([attention(n), gelu(proj_mlp(n))])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import flux_attention_spec
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
+from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.norms import clip_to_float16
+from ..parts.streams import (
+    DOUBLE_PROLOGUES,
+    FEED_FORWARDS,
+    SINGLE_PROLOGUES,
+    ResidualBranch,
+    begin_joint,
+    double_spec,
+    finish,
+    single_spec,
+    two_stream_block,
+)
+
+_FLUX = "diffusers.models.transformers.transformer_flux"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return two_stream_block(call, self, DOUBLE_PROLOGUES, FEED_FORWARDS, (x, c), (temb,), **more)
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    text_length = c.shape[1]
+    x, ((normalized,), (_, _, gate)) = begin_joint(call, self, SINGLE_PROLOGUES[0], c, x, (temb,))
+    modules = self._modules
+    mlp = (modules["proj_mlp"], modules["act_mlp"])
+    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
+    attention_out = modules["attn"](
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
+    branch = ResidualBranch(x, out, gate)
+
+    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
+        x = clip_to_float16(results[0])
+        # Views that may be written to, unlike those of `split`.
+        return x[:, :text_length], x[:, text_length:]
+
+    how: dict[str, Any] = {"hands_over": x.dtype != torch.float16, "as_returned": as_returned}
+    return finish(call, self, SINGLE_PROLOGUES, (branch,), (temb,), **how)  # type: ignore[return-value]
+
+
+_LISTS = ("transformer_blocks", "single_transformer_blocks")
+_SPECS = (
+    model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
+    model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
+    double_spec(f"{_FLUX}:FluxTransformerBlock", _double_block_forward),
+    single_spec(f"{_FLUX}:FluxSingleTransformerBlock", _single_block_forward),
+    flux_attention_spec(f"{_FLUX}:FluxAttention"),
+    axial_positions(f"{_FLUX}:FluxPosEmbed"),
+    axial_positions("diffusers.models.embeddings:FluxPosEmbed"),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = ("x_embedder", "context_embedder", "time_text_embed", "proj_out")
+FAMILIES = (Family("FLUX.1", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

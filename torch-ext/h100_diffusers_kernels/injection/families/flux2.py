@@ -1,0 +1,226 @@
+"""FLUX.2: how its transformer maps to the operations.
+
+Its blocks are those of FLUX.1 with three differences: all blocks of a kind share one modulation, which the
+model computes; a feed-forward is silu(first half) * second half; and in a single block one matrix product
+gives query, key, value and the feed-forward's input, and one takes the concat of its results,
+
+    n = layer_norm(x) * (1 + scale) + shift;  q, k, v, m = to_qkv_mlp_proj(n)
+    x = x + gate * to_out([attention(q, k, v), silu(m_1) * m_2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import functional
+from ...conditions import is_differentiated, kernels_take, may_write
+from ..attention.modules import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    context_parallel_of,
+    flux_attention_spec,
+    inputs_taken,
+    norm_and_rotate,
+)
+from ..core.checks import is_plain
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
+from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.linears import (
+    FLUX2_SWIGLU,
+    SILU,
+    fp8_columns,
+    linear,
+    linear_of_concat,
+    linear_per_sample,
+    swiglu_spec,
+)
+from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.norms import clip_to_float16
+from ..parts.streams import (
+    FEED_FORWARDS,
+    BlockSpec,
+    ResidualBranch,
+    begin,
+    finish,
+    norm_prologue,
+    two_stream_block,
+)
+from ..quantized.fp8_linears import computed
+
+_FLUX2 = "diffusers.models.transformers.transformer_flux2"
+
+
+def _prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    *modulations: Tensor,
+    name: str,
+    count: int,
+    layers: Sequence[str],
+) -> Any:
+    """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's.
+    ``layers``: those of the attention that take the norm's result."""
+    modulation = modulations[-1 if name.endswith("context") else 0]
+
+    def rows_of(modulation: Tensor) -> tuple:
+        by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
+        return by_token.chunk(count, dim=-1)
+
+    rows = partial(call.shared, f"{name} rows", modulation, rows_of)
+    weights_for = partial(attention_weights, "attn", layers)
+    return norm_prologue(call, block, name, ahead, rows, weights_for=weights_for)
+
+
+# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
+_DOUBLE = (
+    partial(_prologue, name="norm1", count=6, layers=QUERY_KEY_VALUE),
+    partial(_prologue, name="norm1_context", count=6, layers=TEXT_QUERY_KEY_VALUE),
+)
+# Rows are shift, scale and gate.
+_SINGLE = (partial(_prologue, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
+
+
+def _double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb_mod_img: Tensor,
+    temb_mod_txt: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
+    if not kernels_take(x, c, *conditions):
+        return call.refuse(x, c, *conditions)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), conditions, **more)
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None,
+    temb_mod: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    split_hidden_states: bool = False,
+    text_seq_len: int | None = None,
+) -> Any:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb_mod):
+        return call.refuse(x, c, temb_mod)
+    if c is not None:
+        text_seq_len = c.shape[1]
+        x = torch.cat([c, x], dim=1)
+    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb_mod,))
+    attention_out = self._modules["attn"](
+        hidden_states=normalized,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    branches = (ResidualBranch(x, attention_out, gate),)
+    hands_over = x.dtype != torch.float16
+    (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
+    x = clip_to_float16(x)
+    return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
+
+
+def _parallel_attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor:
+    if kwargs:
+        return NotImplemented
+    if not inputs_taken(hidden_states):
+        return call.refuse(hidden_states)
+    packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
+    # In proportion, because tensor parallelism leaves each rank a part of both.
+    size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
+    size = packed.shape[-1] * size // (size + mlp_size)
+    qkv, mlp = packed.split_with_sizes([size, packed.shape[-1] - size], dim=-1)
+    query, key, value = qkv.chunk(3, dim=-1)
+    heads = query.shape[2] // self.head_dim
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    how = (image_rotary_emb, rotate, "per_head", heads)
+    config = context_parallel_of(call, self)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+    operands = query, key, value, attention_mask
+    activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
+    is_branch = type(hidden_states) is QuantizedRows
+    if (
+        may_write()
+        and is_plain(activation, FLUX2_SWIGLU)
+        and is_plain(activation._modules.get("gate_fn"), SILU)
+        and mlp.shape[-1] % 2 == 0
+        and kernels_take(mlp, query)
+        and not is_differentiated(mlp, query)
+    ):
+        # Both results are written into one buffer.
+        columns = fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
+        if columns is not None:
+            out = attend(call, self, *operands, heads=heads)
+            functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
+            product = linear_of_concat(call, to_out, out, columns)
+            return product if is_branch else computed(product)
+        size = heads * self.head_dim
+        both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
+        place = both[..., :size]
+        out = attend(call, self, *operands, heads=heads, out=place)
+        if out is not place:
+            place.copy_(out)
+        functional.swiglu(mlp, activated="first", out=both[..., size:])
+    else:
+        out = attend(call, self, *operands, heads=heads)
+        both = torch.cat([out, activation(mlp)], dim=-1)
+    return linear_per_sample(to_out, both, is_branch)
+
+
+_SPECS = (
+    model_spec(
+        f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
+    ),
+    BlockSpec(
+        f"{_FLUX2}:Flux2TransformerBlock",
+        _double_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm1", "norm1_context", "norm2", "norm2_context"),
+        inner=("attn", "ff.act_fn", "ff_context.act_fn"),
+    ),
+    BlockSpec(
+        f"{_FLUX2}:Flux2SingleTransformerBlock",
+        _single_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm",),
+        inner=("attn",),
+    ),
+    flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
+    AttentionSpec(
+        f"{_FLUX2}:Flux2ParallelSelfAttention", _parallel_attention_forward, "qk_norm_rope, swiglu"
+    ),
+    axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
+    TIMESTEPS,
+    swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
+)
+_ONCE = (
+    *("time_guidance_embed", "double_stream_modulation_img"),
+    *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
+    "proj_out",
+)
+FAMILIES = (Family("FLUX.2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

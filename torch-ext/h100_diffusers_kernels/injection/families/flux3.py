@@ -1,0 +1,167 @@
+"""FLUX.3: how its transformer maps to the operations.
+
+A block has one norm, and its attention and feed-forward read the same input,
+
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * (attention(n) + ff(n))
+
+Mode blocks do so for each kind of tokens alone: image, reference images and text. Single blocks concatenate n
+of text and n of all images, and each has its own modulation. The query and key norms are float32, up to the
+rotary embedding's result. Where the model expands a time embedding to all tokens, one row is computed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    attend,
+    concat_streams,
+    flux_attention_spec,
+    image_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec, is_wrapped
+from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.linears import feed_forward, feed_forward_weights, linear, swiglu_spec
+from ..parts.norm_modules import modulated
+from ..parts.norms import Upcasts
+from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+
+_FLUX3 = "diffusers.models.transformers.transformer_flux3"
+
+
+def _weights_for(block: Any, x: Tensor) -> Any:
+    """Of attention and feed-forward."""
+    weights, others = image_weights(block, x), feed_forward_weights(block._modules["ff"], x)
+    return {**weights, **others} if weights and others else None
+
+
+def _prologue(call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, i: int) -> Any:
+    """Rows are shift, scale and gate of the i-th modulation, each (B, S, D)."""
+    rows = partial(call.shared, f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
+    return norm_prologue(call, block, "norm", ahead, rows, weights_for=_weights_for)
+
+
+_IMAGE = (partial(_prologue, i=0),)
+_BOTH = (*_IMAGE, partial(_prologue, i=1))
+
+
+def _mode_block_forward(
+    self: Any, call: Call, hidden_states: Tensor, temb_mod: Tensor, image_rotary_emb: Any
+) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb_mod):
+        return call.refuse(x, temb_mod)
+    (((n,), (_, _, gate)),) = begin(call, self, _IMAGE, (x,), (temb_mod,))
+    attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
+    branch = ResidualBranch(x, attention_out, gate, addend=out)
+    return finish(call, self, _IMAGE, (branch,), (temb_mod,))[0]
+
+
+def _single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb_mod: Tensor,
+    temb_mod_context: Tensor,
+    image_rotary_emb: Any,
+) -> tuple[Tensor, Tensor]:
+    x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod, temb_mod_context)
+    if not kernels_take(x, c, *conditions):
+        return call.refuse(x, c, *conditions)
+    begun = begin(call, self, _BOTH, (x, c), conditions)
+    ((n,), (_, _, gate)), ((c_n,), (_, _, c_gate)) = begun
+    n, length = concat_streams(call, c_n, n), c.shape[1]
+    attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
+    branches = (
+        ResidualBranch(x, attention_out[:, length:], gate, addend=out[:, length:]),
+        ResidualBranch(c, attention_out[:, :length], c_gate, addend=out[:, :length]),
+    )
+    x, c = finish(call, self, _BOTH, branches, conditions)
+    return c, x
+
+
+def _attention_and_feed_forward(block: Any, n: Any, rope: Any) -> tuple[Tensor, Tensor]:
+    modules = block._modules
+    attention_out = modules["attn"](hidden_states=n, image_rotary_emb=rope)
+    return attention_out, feed_forward(modules["ff"], n)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+) -> Tensor:
+    if not inputs_taken(hidden_states):
+        return call.refuse(hidden_states)
+    rotation, project = (known.function for known in call.stand_in.functions[1:])
+    if self.fused_projections:
+        query, key, value = project(self, hidden_states)
+    else:
+        query, key, value = query_key_value(self, hidden_states, None)
+    rotate = partial(rotation, sequence_dim=1)
+    how = (image_rotary_emb, rotate, "per_head", self.heads)
+    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR)
+    out = attend(call, self, query, key, value, attention_mask, heads=self.heads)
+    return project_out(self, out)
+
+
+def _one_row(temb: Tensor) -> Tensor:
+    """(B, S, D) to (B, 1, D) if all tokens share a row of memory."""
+    return temb[:, :1] if temb.dim() == 3 and temb.stride(1) == 0 else temb
+
+
+def _modulation_forward(self: Any, call: Call, temb: Tensor) -> Tensor:
+    row, state = _one_row(temb), call.state
+    if row is not temb and (is_wrapped(self) or state is None or state.has_hooks()):
+        row = temb  # hooks may write to the result, and writes to an expanded tensor raise
+    out = linear(self._modules["linear"], row)
+    return out if row is temb else out.expand(-1, temb.shape[1], -1)
+
+
+def _output_norm_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
+    modules = self._modules
+    row = linear(modules["linear"], modules["act_fn"](_one_row(temb)))
+    scale, shift = row.chunk(2, dim=-1)
+    return modulated(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
+
+
+def _block(name: str, forward: Any) -> BlockSpec:
+    return BlockSpec(
+        f"{_FLUX3}:{name}",
+        forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm",),
+        inner=("attn", "ff.act_fn"),
+    )
+
+
+_LISTS = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond")
+_ONE_ROW = "one row for all tokens"
+_SPECS = (
+    model_spec(f"{_FLUX3}:Flux3Transformer2DModel", *_LISTS, "single_transformer_blocks"),
+    _block("Flux3ModeTransformerBlock", _mode_block_forward),
+    _block("Flux3SingleTransformerBlock", _single_block_forward),
+    flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
+    swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
+    PatchSpec(f"{_FLUX3}:Flux3Modulation", _modulation_forward, _ONE_ROW),
+    PatchSpec(f"{_FLUX3}:Flux3AdaLayerNorm", _output_norm_forward, "layer_norm_modulate"),
+    axial_positions(f"{_FLUX3}:Flux3PosEmbed"),
+    TIMESTEPS,
+)
+_ONCE = (
+    *("timestep_embedder", "target_timestep_embedder", "x_embedders", "context_embedder"),
+    "proj_out",
+)
+FAMILIES = (Family("FLUX.3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

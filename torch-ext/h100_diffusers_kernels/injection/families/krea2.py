@@ -1,0 +1,163 @@
+"""Krea 2: how its transformer and the blocks that fuse its text map to the operations.
+
+A block is
+
+    x = x + gate * attn(rms_norm(x) * (1 + scale) + shift)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with a modulation that is a table plus a time embedding, an RMS norm of each head's query and key, a rotary
+embedding of both, several query heads for each key head, and ff(x) = down(silu(gate(x)) * up(x)). Attention's
+result is multiplied by sigmoid(to_gate(n)). Only the norms compute in float32. Text blocks have no modulation
+or rotation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    gated_feed_forward,
+    gated_feed_forward_weights,
+    inputs_taken,
+    norm_and_rotate,
+    query_key_value,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec
+from ..parts.embeddings import axial_positions
+from ..parts.linears import linear, weights_of_products
+from ..parts.norm_modules import modulated
+from ..parts.norms import Upcasts, residual_norm
+from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_prologue
+
+_KREA2 = "diffusers.models.transformers.transformer_krea2"
+
+
+_weights_for = partial(attention_weights, "attn", (*QUERY_KEY_VALUE, "to_gate"))
+_feed_forward_weights = partial(gated_feed_forward_weights, "ff", ("gate", "up"))
+# Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
+_prologue = partial(table_prologue, upcasts=Upcasts.IN_NORMS, scale_first=True)
+_PROLOGUES = (partial(_prologue, weights_for=_weights_for),)
+
+
+def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
+    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights_for": _weights_for}
+    return norm_prologue(call, block, "norm1", ahead, tuple, **how)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    _, _, gate, *mlp, gate_mlp = rows
+    how: dict[str, Any] = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    out = modules["attn"](normalized, **how)
+    how = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
+    x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, **how)
+    branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
+    return finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=Upcasts.IN_NORMS)[0]
+
+
+def _text_block_forward(
+    self: Any, call: Call, hidden_states: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x):
+        return call.refuse(x)
+    (((normalized,), _),) = begin(call, self, (_plain_prologue,), (x,), ())
+    out = modules["attn"](normalized, attention_mask=attention_mask)
+    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
+    x, normalized = residual_norm(call, self, "norm2", x, out, None, **how)
+    branch = ResidualBranch(x, modules["ff"](normalized))
+    return finish(call, self, (_plain_prologue,), (branch,), (), upcasts=Upcasts.IN_NORMS)[0]
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    x, mask, modules = hidden_states, attention_mask, self._modules
+    if kwargs:
+        return NotImplemented
+    if not inputs_taken(x):
+        return call.refuse(x)
+    query, key, value = query_key_value(self, x, None)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    how = (image_rotary_emb, rotate, "per_head", self.num_heads)
+    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.IN_NORMS)
+    arguments = (call, self, query, key, value, mask)
+    weights = weights_of_products(call, x, modules["to_gate"])
+    if weights is None or query.dtype is not x.dtype:
+        out = attend(*arguments, heads=self.num_heads)
+        return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
+    size = query.shape[2]
+    both = x.new_empty(*x.shape[:2], 2 * size)
+    place, gate = both[..., :size], both[..., size:]
+    torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, size))
+    out = attend(*arguments, heads=self.num_heads, out=place)
+    if out is not place:
+        place.copy_(out)
+    # First half * sigmoid(second half), in one pass. The processor leaves the dropout out.
+    return linear(modules["to_out"][0], F.glu(both))
+
+
+def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
+    return gated_feed_forward(self, call, hidden_states, gate="gate", value="up", out="down")
+
+
+def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
+    return linear(
+        self._modules["linear"], modulated(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS)
+    )
+
+
+_OPERATIONS = "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual"
+_block = partial(
+    BlockSpec,
+    operations=_OPERATIONS,
+    norms=("norm1", "norm2"),
+    upcasts=Upcasts.IN_NORMS,
+    inner=("attn", "ff"),
+)
+_SPECS = (
+    model_spec(
+        f"{_KREA2}:Krea2Transformer2DModel",
+        *("text_fusion.layerwise_blocks", "text_fusion.refiner_blocks", "transformer_blocks"),
+    ),
+    _block(f"{_KREA2}:Krea2TransformerBlock", _block_forward),
+    _block(f"{_KREA2}:Krea2TextFusionBlock", _text_block_forward),
+    AttentionSpec(f"{_KREA2}:Krea2Attention", _attention_forward, "qk_norm_rope"),
+    PatchSpec(
+        f"{_KREA2}:Krea2SwiGLU", _feed_forward_forward, "swiglu", ("torch.nn.functional:silu",)
+    ),
+    PatchSpec(f"{_KREA2}:Krea2FinalLayer", _final_forward, "rms_norm_modulate"),
+    axial_positions(f"{_KREA2}:Krea2RotaryPosEmbed"),
+)
+_ONCE = ("img_in", "time_embed", "time_mod_proj", "txt_in")
+FAMILIES = (Family("Krea 2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

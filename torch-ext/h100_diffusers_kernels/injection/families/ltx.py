@@ -1,0 +1,190 @@
+"""LTX-Video: how its transformer maps to the operations.
+
+A block is
+
+    x = x + gate_msa * attn1(rms_norm(x) * (1 + scale_msa) + shift_msa)
+    x = x + attn2(x, text)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with an RMS norm of query and key over all heads, a rotary embedding of both in attn1, and a GELU in ff.
+The last line of a block and the first norm of the next are one pass over memory. The rotary embedding returns
+each token's coordinates instead of cosine and sine tables of the hidden states' size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ...functional import CoordinateRope
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    attn1_weights,
+    context_parallel_of,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.cache import cached
+from ..core.forward_state import Family, model_spec
+from ..core.patch import Call, PatchSpec, is_wrapped
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights
+from ..parts.norms import gated_residual, residual_norm
+from ..parts.rotary import CoordinateTables
+from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, table_prologue
+
+_LTX = "diffusers.models.transformers.transformer_ltx"
+
+
+# Rows are shift, scale and gate of self-attention, then of the feed-forward.
+_PROLOGUES = (partial(table_prologue, weights_for=attn1_weights),)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    encoder_attention_mask: Tensor | None = None,
+) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    modules = self._modules
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
+    attention_out = modules["attn1"](
+        hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+    )
+    x = gated_residual(x, attention_out, gate_msa)
+    attention_out = modules["attn2"](
+        x,
+        encoder_hidden_states=encoder_hidden_states,
+        image_rotary_emb=None,
+        attention_mask=encoder_attention_mask,
+    )
+    how = (attention_out, None, scale_mlp, shift_mlp)
+    weights = feed_forward_weights(modules["ff"], x)
+    x, normalized = residual_norm(call, self, "norm2", x, *how, weights=weights)
+    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized), gate_mlp)
+    return finish(call, self, _PROLOGUES, (branch,), (temb,))[0]
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Tensor:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs:
+        return NotImplemented
+    if not inputs_taken(x):
+        return call.refuse(x)
+    config = context_parallel_of(call, self)
+    query, key, value = query_key_value(self, x, c, config=config)
+    how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+
+    def expand_mask(mask: Tensor) -> Tensor:
+        mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+        return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
+
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+    return project_out(self, out, x)
+
+
+def _rope_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    rope_interpolation_scale: Any = None,
+    video_coords: Tensor | None = None,
+) -> Any:
+    """The coordinates instead of the tables.
+
+    The class's own forward computes tables for other code than the blocks: hooks (context parallelism shards
+    the tables), and autograd, for which each block would have to save its own.
+    """
+    if "_prepare_video_coords" in self.__dict__:
+        return call.decline("_prepare_video_coords was replaced")
+    if not kernels_run_on(hidden_states):
+        return call.refuse(hidden_states)
+    is_double = video_coords is not None and video_coords.dtype == torch.float64
+    if is_double or tracks_derivatives() or is_wrapped(self):
+        return NotImplemented
+    grid = (num_frames, height, width, rope_interpolation_scale)
+    make = partial(_coordinates, self, hidden_states, grid, video_coords)
+    if video_coords is None:
+        bases = (self.base_num_frames, self.base_height, self.base_width, self.patch_size)
+        key = (*grid, *bases, self.patch_size_t, self.theta, self.dim)
+        make = partial(cached, call, hidden_states, key, make)
+    return CoordinateTables(make(), hidden_states.size(0), self.dim)
+
+
+def _coordinates(
+    self: Any, hidden_states: Tensor, grid: tuple, video_coords: Tensor | None
+) -> CoordinateRope:
+    """The model's own operations in its own order, so that each angle has the same bits."""
+    *shape, scale = grid
+    device = hidden_states.device
+    if video_coords is None:
+        # One grid for the whole batch, unless the scale differs between samples.
+        scales = () if scale is None else scale
+        differs = any(isinstance(s, Tensor) and s.numel() != 1 for s in scales)
+        options = {"rope_interpolation_scale": scale, "device": device}
+        batch = hidden_states.size(0) if differs else 1
+        points = self._prepare_video_coords(batch, *shape, **options)
+    else:
+        bases = (self.base_num_frames, self.base_height, self.base_width)
+        points = torch.stack([video_coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    exponents = (math.log(1.0, self.theta), math.log(self.theta, self.theta), self.dim // 6)
+    frequencies = self.theta ** torch.linspace(*exponents, device=device, dtype=torch.float32)
+    frequencies = frequencies * math.pi / 2.0
+    return CoordinateRope((points * 2 - 1).float().contiguous(), frequencies)
+
+
+_COORDINATES = "coordinates in place of tables"
+_ROPE = f"{_LTX}:LTXVideoRotaryPosEmbed"
+_SPECS = (
+    model_spec(f"{_LTX}:LTXVideoTransformer3DModel", "transformer_blocks"),
+    PatchSpec(_ROPE, _rope_forward, _COORDINATES, (f"{_ROPE}._prepare_video_coords",)),
+    BlockSpec(
+        f"{_LTX}:LTXVideoTransformerBlock",
+        _block_forward,
+        "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
+        norms=("norm1", "norm2"),
+        inner=("attn1", "attn2", "ff.net.0"),
+    ),
+    AttentionSpec(
+        f"{_LTX}:LTXAttention",
+        _attention_forward,
+        "qk_norm_rope, rms_norm",
+        processor=f"{_LTX}:LTXVideoAttnProcessor",
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_PRODUCTS = "matmuls, which stay PyTorch's"
+_LEFT_ALONE = {
+    **dict.fromkeys(("proj_in", "time_embed", "caption_projection", "proj_out"), _PRODUCTS),
+    "norm_out": "its modulation is part of the model's forward",
+}
+FAMILIES = (Family("LTX-Video", _SPECS, _LEFT_ALONE),)

@@ -1,0 +1,177 @@
+"""Lumina 2: how its transformer maps to the operations.
+
+A block normalizes the input and the output of attention and feed-forward,
+
+    x = x + tanh(gate) * rms_norm(attention(rms_norm(x) * (1 + scale)))
+    x = x + tanh(gate_mlp) * rms_norm(ff(rms_norm(x) * (1 + scale_mlp)))
+
+with an RMS norm of each head's query and key, a rotary embedding of both, several query heads for each key
+head, and ff = linear_2(silu(linear_1(x)) * linear_3(x)). Blocks of the text have no modulation.
+
+The text's mask may be any. The mask of all tokens, which the model makes itself for prompts of different
+lengths, has the valid tokens first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    gated_feed_forward,
+    gated_feed_forward_weights,
+    image_weights,
+    inputs_taken,
+    key_lengths_of,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.checks import KnownClass, is_plain, why_not_plain
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, Injection, PatchSpec
+from ..parts.embeddings import TIMESTEPS
+from ..parts.norms import norm_notes, read_norm, residual_norm
+from ..parts.streams import (
+    BlockSpec,
+    ResidualBranch,
+    adaptive_prologue,
+    begin,
+    finish,
+    norm_prologue,
+    read_adaptive,
+)
+
+_MODEL = "diffusers.models.transformers.transformer_lumina2"
+_SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
+_NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
+
+
+def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Any) -> Any:
+    """The last rows are the gate of attention, and scale and gate of the feed-forward; or no rows."""
+    how: dict[str, Any] = {"weights_for": image_weights}
+    if not block.modulation:
+        return norm_prologue(call, block, "norm1", ahead, tuple, **how)
+    return adaptive_prologue(call, block, ahead, temb, name="norm1", takes_emb=False, **how)
+
+
+_PROLOGUES = (_prologue,)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    image_rotary_emb: Tensor,
+    temb: Tensor | None = None,
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
+    gate, scale_mlp, gate_mlp = rows[-3:] or (None,) * 3
+    if rows and call.state is not None:  # blocks of the text have the user's mask
+        call.state.block_mask = attention_mask
+    out = modules["attn"](
+        hidden_states=normalized,
+        encoder_hidden_states=normalized,
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
+    )
+    modulation = (scale_mlp, None) if rows else ()
+    branch: dict[str, Any] = {"x_norm": (self, "norm2"), "tanh_gate": self.modulation}
+    layers = ("linear_1", "linear_3")
+    branch["weights"] = gated_feed_forward_weights("feed_forward", layers, self, x)
+    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
+    out = modules["feed_forward"](normalized)
+    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
+    return finish(call, self, _PROLOGUES, (end,), (temb,))[0]
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    x, context, mask, freqs = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+    if kwargs or context is None or self.scale != (self.inner_dim // self.heads) ** -0.5:
+        return NotImplemented
+    if not inputs_taken(x, context):
+        return call.refuse(x, context)
+    query, key, value = query_key_value(self, x, None if context is x else context)
+    rotate = call.stand_in.functions[1].function
+    tables = None if freqs is None else call.shared("tables", freqs, _tables)
+    how = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
+    query, key = norm_and_rotate(call, self, query, key, *how)
+    if not query.shape[0] == x.shape[0] == context.shape[0]:
+        return NotImplemented  # the model's own code raises
+    options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
+    if mask is not None:
+        mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
+        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    return project_out(self, attend(call, self, query, key, value, mask, **options))
+
+
+def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Complex tables (B, S, d / 2) as cosines and sines, each float32 (B, S, 1, d / 2)."""
+    cos, sin = (part.float().unsqueeze(2).contiguous() for part in (freqs.real, freqs.imag))
+    return cos, sin
+
+
+def _why_not_feed_forward(module: Any) -> str | None:
+    silu = module._modules.get("silu")
+    return None if is_plain(silu, _SILU) else f"its activation {why_not_plain(silu, _SILU)}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Block(BlockSpec):
+    """A block, in which ``norm1`` is adaptive or, if it has no modulation, plain."""
+
+    def notes(self, module: nn.Module, injection: Injection) -> list[str]:
+        norm, notes = module._modules.get("norm1"), norm_notes(module, self.norms)
+        found: Any = read_adaptive(norm) if module.modulation else read_norm(norm)
+        return [*notes, f"norm1 {found}"] if isinstance(found, str) else notes
+
+
+_LISTS = ("context_refiner", "noise_refiner", "layers")
+_SPECS = (
+    model_spec(f"{_MODEL}:Lumina2Transformer2DModel", *_LISTS),
+    _Block(
+        f"{_MODEL}:Lumina2TransformerBlock",
+        _block_forward,
+        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        norms=_NORMS,
+        inner=("attn", "feed_forward"),
+    ),
+    AttentionSpec(
+        "diffusers.models.attention_processor:Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_MODEL}:Lumina2AttnProcessor2_0",
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb"
+        " base_sequence_length",
+        dispatches=False,
+    ),
+    PatchSpec(
+        "diffusers.models.attention:LuminaFeedForward",
+        partial(gated_feed_forward, gate="linear_1", value="linear_3", out="linear_2"),
+        "swiglu",
+        condition=_why_not_feed_forward,
+    ),
+    TIMESTEPS,
+)
+_ONCE = ("x_embedder", "time_caption_embed", "rope_embedder", "norm_out")
+FAMILIES = (Family("Lumina 2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

@@ -1,0 +1,220 @@
+"""MiniMax-H3: how its transformer maps to the operations.
+
+Text, video and audio are one stream. Each block computes a table of modulations from the time steps, and
+each token chooses its row by its time step and modality:
+
+    x = x + gate * attention(rms_norm(x) * (1 + scale) + shift)
+    x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
+
+with an RMS norm of each head's query and key, a rotary embedding of the first elements of each head, and a
+feed-forward with SwiGLU. Blocks of the text have no modulation or rotation.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    context_parallel_of,
+    image_weights,
+    inputs_taken,
+    norm_and_rotate,
+    norm_and_rotate_part,
+    project_out,
+    query_key_value,
+)
+from ..core.checks import KnownClass, is_plain
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import (
+    GATED_ACTIVATIONS,
+    feed_forward_branch,
+    feed_forward_weights,
+    linear,
+    plain_weight,
+)
+from ..parts.norms import ChosenRows, chosen_norm_modulate, residual_norm
+from ..parts.streams import (
+    BlockSpec,
+    ResidualBranch,
+    Rows,
+    begin,
+    feed_forwards,
+    finish,
+    may_run_ahead,
+    norm_prologue,
+)
+from ..quantized.fp8_linears import LINEAR, are_fp8
+
+_MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
+_MODULATION = KnownClass(f"{_MINIMAX}:MiniMaxH3AdaLayerNormModulation")
+
+
+def _chosen(call: Call, tables: Rows, indices: Tensor) -> Rows:
+    """Rows of tables, each (N, D), by each token's index (S,)."""
+    index = call.shared("index", indices, lambda indices: indices.to(torch.int32))
+    return tuple([ChosenRows(table, index) for table in tables])
+
+
+def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indices: Tensor) -> Any:
+    """Rows are shift, scale and gate of attention, then of the feed-forward."""
+    module = block._modules["adaln_proj"]
+    if ahead is not None and not may_run_ahead(module, ahead):
+        return None
+
+    def rows_of() -> Rows:
+        layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
+        if not is_plain(layer, LINEAR) or not (plain_weight(layer) or are_fp8(layer)):
+            return _chosen(call, module(temb), indices)
+        dtype = layer._parameters["weight"].dtype
+        embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))
+        tables = linear(layer, embedding).view(-1, 6 * module.hidden_size)
+        return _chosen(call, tables.chunk(6, dim=-1), indices)
+
+    return norm_prologue(call, block, "norm1", ahead, rows_of, weights_for=image_weights)
+
+
+def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
+    return norm_prologue(call, block, "norm1", ahead, tuple, weights_for=image_weights)
+
+
+_PROLOGUES, _PLAIN_PROLOGUES = (_prologue,), (_plain_prologue,)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    temb: Tensor,
+    adaln_indices: Tensor,
+    rotary_emb: Any,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    x, conditions = hidden_states, (temb, adaln_indices)
+    if not kernels_take(x):
+        return call.refuse(x)
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
+    out = self._modules["attn"](normalized, rotary_emb, attention_mask)
+    branches = feed_forwards(call, self, (("norm2", "ff"),), (x,), (out,), (rows,))
+    return finish(call, self, _PROLOGUES, branches, conditions)[0]
+
+
+def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x):
+        return call.refuse(x)
+    (((normalized,), _),) = begin(call, self, _PLAIN_PROLOGUES, (x,), ())
+    out, weights = modules["attn"](normalized), feed_forward_weights(modules["ff"], x)
+    x, normalized = residual_norm(call, self, "norm2", x, out, None, weights=weights)
+    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized))
+    return finish(call, self, _PLAIN_PROLOGUES, (branch,), ())[0]
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    rotary_emb: Any = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    x, heads = hidden_states, self.heads
+    if not inputs_taken(x):
+        return call.refuse(x)
+    if self.fused_projections:
+        query, key, value = linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
+    else:
+        config = context_parallel_of(call, self)
+        query, key, value = query_key_value(self, x, None, config=config)
+    operands = (call, self, query, key, rotary_emb, _rotated(call))
+    if rotary_emb is None:
+        query, key = norm_and_rotate(*operands, "per_head", heads)
+    else:
+        query, key = norm_and_rotate_part(*operands, heads)
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
+
+
+def _rotated(call: Call) -> Any:
+    rotate = call.stand_in.functions[1].function
+
+    def rotated(x: Tensor, tables: Any) -> Tensor:
+        if tables[0].dim() == 2:
+            return rotate(x, *tables)
+        # A table for each sample: its tokens as those of one sample.
+        return rotate(x.flatten(0, 1)[None], *(t.flatten(0, 2) for t in tables)).view_as(x)
+
+    return rotated
+
+
+def _video_attention_forward(
+    self: Any, call: Call, hidden_states: Tensor, rotary_emb: Any = None
+) -> Tensor:
+    """Of the autoencoder's decoder, whose tables are (B, S, 1, r)."""
+    if rotary_emb is not None and rotary_emb[0].shape[0] == 1:
+        rotary_emb = tuple([t[0, :, 0] for t in rotary_emb])
+    return _attention_forward(self, call, hidden_states, rotary_emb)
+
+
+def _output_norm_forward(
+    self: Any, call: Call, hidden_states: Tensor, temb: Tensor, timestep_indices: Tensor
+) -> Tensor:
+    x, layer = hidden_states, self._modules["linear"]
+    if not kernels_take(x):
+        return call.refuse(x)
+    dtype = sys.modules[_MINIMAX].get_parameter_dtype(layer)
+    tables = linear(layer, F.silu(temb).to(dtype)).chunk(2, dim=-1)
+    shift, scale = _chosen(call, tables, timestep_indices)
+    return chosen_norm_modulate(call, self, "norm", x, scale, shift)
+
+
+_SPECS = (
+    model_spec(
+        f"{_MINIMAX}:MiniMaxH3Transformer3DModel",
+        *("token_refiner.refiner_blocks", "transformer_blocks"),
+    ),
+    BlockSpec(
+        f"{_MINIMAX}:MiniMaxH3TransformerBlock",
+        _block_forward,
+        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        functions=("torch.nn.functional:silu",),
+        norms=("norm1", "norm2"),
+        inner=("attn", "ff.net.0"),
+    ),
+    BlockSpec(
+        f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock",
+        _text_block_forward,
+        "rms_norm, gated_residual_rms_norm_modulate, gated_residual",
+        norms=("norm1", "norm2"),
+        inner=("attn", "ff.net.0"),
+    ),
+    AttentionSpec(
+        f"{_MINIMAX}:MiniMaxH3Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        rotate="_apply_rotary_emb",
+    ),
+    PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
+    TIMESTEPS,
+    GATED_ACTIVATIONS[1],
+)
+# Of the autoencoder, which has no family.
+VIDEO_ATTENTION = AttentionSpec(
+    "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
+    _video_attention_forward,
+    "qk_norm_rope",
+    rotate=f"{_MINIMAX}:_apply_rotary_emb",  # its processor rotates so inline
+)
+_ONCE = (
+    *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
+    *("proj_out", "audio_proj_out"),
+)
+FAMILIES = (Family("MiniMax-H3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

@@ -1,0 +1,209 @@
+"""Mochi: how its transformer maps to the operations.
+
+A block computes for image tokens x and text tokens c, each with its own modulation,
+
+    n_x, n_c = rms_norm(x) * (1 + scale), rms_norm(c) * (1 + scale)
+    a_x, a_c = attention over the concat of both, with an RMS norm of each head's query and key; x is rotated
+    x = x + tanh(gate) * rms_norm(a_x)
+    x = x + tanh(gate_mlp) * rms_norm(ff(rms_norm(x) * (1 + scale_mlp)));  c likewise
+
+in float32 from each norm to the next rounding, with ff = out(x_1 * silu(x_2)). The last block computes no
+text.
+
+The processor attends to the image and the valid tokens of the text, one sample at a time, and leaves their
+results in front of zeros. It waits for the GPU to learn their number. Here the valid tokens are put first
+without it, and attention takes it as the sample's number of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    AttentionSpec,
+    attend_jointly,
+    attn1_weights,
+    inputs_taken,
+    project,
+    project_out,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import GATED_ACTIVATIONS, feed_forward, feed_forward_weights, linear
+from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.norms import Upcasts, norm_notes, residual_norm
+from ..parts.streams import (
+    BlockSpec,
+    ResidualBranch,
+    adaptive_prologue,
+    begin,
+    finish,
+    linear_of_silu,
+)
+
+_MODEL = "diffusers.models.transformers.transformer_mochi"
+_NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_context"))
+
+
+def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor | None:
+    layers = module._modules
+    return linear_of_silu(call, layers.get("linear", layers.get("linear_1")), temb, ahead)
+
+
+# Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
+# text. Attention puts the valid text first, which is simpler with a tensor.
+_prologue = partial(
+    adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=Upcasts.TO_NEXT_LINEAR
+)
+_PROLOGUES = (
+    partial(_prologue, name="norm1", weights_for=attn1_weights),
+    partial(_prologue, name="norm1_context"),
+)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    encoder_attention_mask: Tensor,
+    image_rotary_emb: Any = None,
+) -> tuple[Tensor, Tensor]:
+    # The first block gets the transposed result of a convolution.
+    x, c = hidden_states.contiguous(), encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    normalized, rows = zip(*begin(call, self, _PROLOGUES, (x, c), (temb,)))
+    outs = self._modules["attn1"](
+        hidden_states=normalized[0][0],
+        encoder_hidden_states=normalized[1][0],
+        image_rotary_emb=image_rotary_emb,
+        attention_mask=encoder_attention_mask,
+    )
+    streams = zip(("", "_context"), (x, c), outs, rows)
+    computed = list(streams)[: 1 if self.context_pre_only else 2]
+    branches = [_end_of_stream(call, self, *stream) for stream in computed]
+    results = finish(call, self, _PROLOGUES, branches, (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)
+    return (*results, c)[:2]  # type: ignore[return-value]
+
+
+def _end_of_stream(
+    call: Call, block: Any, suffix: str, x: Tensor, attention_out: Tensor, rows: Any
+) -> ResidualBranch:
+    """From attention to the end; ``suffix``: of the names of the stream's modules."""
+    gate, scale_mlp, gate_mlp = rows[-3:]
+    branch: dict[str, Any] = {"x_norm": (block, f"norm2{suffix}"), "tanh_gate": True}
+    module, how = block._modules[f"ff{suffix}"], (x, attention_out, gate, scale_mlp, None)
+    branch.update(upcasts=Upcasts.TO_NEXT_LINEAR, weights=feed_forward_weights(module, x))
+    x, n = residual_norm(call, block, f"norm3{suffix}", *how, **branch)
+    out = feed_forward(module, n)
+    return ResidualBranch(x, out, gate_mlp, (block, f"norm4{suffix}"), True)
+
+
+def _why_not_block(module: Any) -> str | None:
+    """The model passes scale or gate to these norms, so its own code calls norms of another kind."""
+    notes = norm_notes(module, _NORMS)
+    return notes[0] if notes else None
+
+
+class _Valid(NamedTuple):
+    """The valid tokens of the text put first.
+
+    Attributes:
+        order: the tokens' indices, (B, T, 1).
+        is_padding: whether a token is padding, in this order, (B, T, 1).
+        mask: whether each key of image and text is valid, (B, 1, 1, S + T).
+        key_lengths: the number of valid keys, int32 (B,).
+    """
+
+    order: Tensor
+    is_padding: Tensor
+    mask: Tensor
+    key_lengths: Tensor
+
+
+def _valid_first(mask: Tensor, length: int) -> _Valid:
+    """From the text's mask (B, T), for ``length`` tokens of the image."""
+    is_padding = mask == 0
+    order = is_padding.to(torch.uint8).argsort(dim=1, stable=True)
+    is_padding = is_padding.gather(1, order)
+    of_keys = torch.nn.functional.pad(~is_padding, (length, 0), value=True)
+    key_lengths = of_keys.sum(1, dtype=torch.int32)
+    of_tokens = (order.unsqueeze(2), is_padding.unsqueeze(2))
+    return _Valid(*of_tokens, of_keys[:, None, None], key_lengths)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs: Any,
+) -> Any:
+    x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+    if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    make = partial(_valid_first, length=x.shape[1])
+    valid = call.shared(("valid text", x.shape[1]), mask, make)
+    c = c.gather(1, valid.order.expand_as(c))
+    tables = None if rope is None else call.shared("tables", rope, _tables)
+    streams = project(call, self, x, c, tables, None)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    options["key_lengths"] = valid.key_lengths
+    out, c_out = attend_jointly(call, self, streams, _rotated, valid.mask, **options)
+    c_out = c_out.masked_fill(valid.is_padding, 0)
+    to_add_out = self._modules.get("to_add_out")
+    return project_out(self, out), c_out if to_add_out is None else linear(to_add_out, c_out)
+
+
+def _tables(rope: Any) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each head, (S, H, d / 2), as (1, S, H, d / 2)."""
+    cos, sin = rope
+    return cos.unsqueeze(0), sin.unsqueeze(0)
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, S, H, d) as the processor rotates it."""
+    (cos, sin), (even, odd) = tables, x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (even * cos - odd * sin, even * sin + odd * cos)
+    return torch.stack(pairs, dim=-1).flatten(-2).to(x.dtype)
+
+
+_SPECS = (
+    model_spec(f"{_MODEL}:MochiTransformer3DModel", "transformer_blocks"),
+    BlockSpec(
+        f"{_MODEL}:MochiTransformerBlock",
+        _block_forward,
+        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        condition=_why_not_block,
+        adaptive_norms=("norm1", "norm1_context"),
+        inner=("attn1", "ff.net.0", "ff_context.net.0"),
+        upcasts=Upcasts.TO_NEXT_LINEAR,
+    ),
+    AttentionSpec(
+        "diffusers.models.attention_processor:MochiAttention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor="diffusers.models.attention_processor:MochiAttnProcessor2_0",
+        parameters="self hidden_states encoder_hidden_states attention_mask kwargs",
+        processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb",
+        rotate="",
+        dispatches=False,
+    ),
+    *(replace(spec, left_to_compiler=False) for spec in GATED_ACTIVATIONS[1:]),
+    TIMESTEPS,
+)
+_ONCE = ("patch_embed", "time_embed", "rope", "proj_out")
+FAMILIES = (Family("Mochi", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

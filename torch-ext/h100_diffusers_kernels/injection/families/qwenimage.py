@@ -1,0 +1,164 @@
+"""Qwen-Image: how its transformer, and its ControlNet, map to the operations.
+
+Its blocks are the double blocks of FLUX.1 with three differences: each stream has a linear layer for its
+modulation; the rotary embedding is a complex table for each stream; and the text has a mask. In image editing
+each image token may select one of two modulations.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    AttentionSpec,
+    attend_jointly,
+    image_weights,
+    inputs_taken,
+    project,
+    project_out,
+    project_text_out,
+    text_weights,
+)
+from ..core.checks import why_replaced
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import LINEAR_GELU
+from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.norms import ChosenRows, clip_to_float16
+from ..parts.streams import BlockSpec, linear_modulation, norm_prologue, two_stream_block
+
+_QWEN = "diffusers.models.transformers.transformer_qwenimage"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
+_BLOCK_CLASS = f"{_QWEN}:QwenImageTransformerBlock"
+
+
+def _image_prologue(
+    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+) -> Any:
+    """Rows are shift, scale and gate of attention, then of the feed-forward."""
+    modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
+    if modulation is None:
+        return None
+
+    def rows_of() -> tuple:
+        if index is None:
+            return modulation.unsqueeze(1).chunk(6, dim=-1)
+        # Tables (2 * B, D): of samples for index 0, then for others.
+        chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
+        return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
+
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
+
+
+def _rows(modulation: Tensor, index: Tensor) -> Tensor:
+    """The row of each token (B, S), int32."""
+    batch = len(modulation) // 2
+    samples = torch.arange(batch, dtype=torch.int32, device=index.device)[:, None]
+    return torch.where(index == 0, samples, samples + batch)
+
+
+def _text_prologue(
+    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+) -> Any:
+    """The same rows. The embedding's second half is only for image tokens."""
+    silu = "silu"
+    if block.zero_cond_t:
+        silu, temb = "text silu", call.shared("first half", temb, lambda temb: temb.chunk(2)[0])
+    modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
+    if modulation is None:
+        return None
+    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
+    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows, weights_for=text_weights)
+
+
+_PROLOGUES = (_image_prologue, _text_prologue)
+_FEED_FORWARDS = (("img_norm2", "img_mlp"), ("txt_norm2", "txt_mlp"))
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_mask: Tensor | None,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    modulate_index: Any = None,
+) -> tuple[Tensor, Tensor]:
+    x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    arguments = (call, self, _PROLOGUES, _FEED_FORWARDS, (x, c), (temb, modulate_index))
+    c, x = two_stream_block(*arguments, encoder_hidden_states_mask=mask, **more)
+    return c, clip_to_float16(x)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    encoder_hidden_states_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    **kwargs,
+) -> Any:
+    x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
+    if kwargs or c is None or attention_mask is not None:
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
+    streams = project(call, self, x, c, *ropes)
+    joint_mask = None
+    # Before diffusers 0.37 the mask had no effect.
+    if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
+        make = partial(_joint_mask, image_length=x.shape[1])
+        joint_mask = call.shared(("mask", x.shape[1]), mask, make)
+    rotate = partial(call.stand_in.functions[1].function, use_real=False)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
+    return project_out(self, out, x), project_text_out(self, c_out, c)
+
+
+def _joint_mask(mask: Tensor, image_length: int) -> Tensor:
+    """The mask of all keys (B, 1, 1, T + S) from the text's (B, T), which is False at padding."""
+    return torch.nn.functional.pad(mask, (0, image_length), value=True)[:, None, None]
+
+
+_PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
+_SPECS = (
+    model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
+    model_spec(f"{_CONTROLNET}:QwenImageControlNetModel", "transformer_blocks"),
+    BlockSpec(
+        _BLOCK_CLASS,
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        functions=(f"{_BLOCK_CLASS}._modulate",),
+        condition=partial(why_replaced, name="_modulate"),
+        norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
+        inner=("attn", "img_mlp.net.0", "txt_mlp.net.0"),
+    ),
+    AttentionSpec(
+        "diffusers.models.attention_processor:Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_QWEN}:QwenDoubleStreamAttnProcessor2_0",
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters=f"{_PROCESSOR} image_rotary_emb",
+        rotate="apply_rotary_emb_qwen",
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "proj_out")
+FAMILIES = (Family("Qwen-Image", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

@@ -1,0 +1,257 @@
+"""Qwen-Image 2.1: how its transformer maps to the operations.
+
+Text, condition images and the target image are one stream. All blocks share one modulation, and a block is
+
+    x = x + tanh(gate) * attention(layer_norm(x) * (1 + scale))
+    x = x + tanh(gate_mlp) * mlp(layer_norm(x) * (1 + scale_mlp))
+
+with an RMS norm of each head's query and key, a complex rotary embedding of both, and mlp(x) = out(silu(
+gate_layer(x)) * proj(x)). Tokens of the target choose the modulation of their sample's timestep, others that
+of timestep 0. Attention is causal from one segment to the next, and inside of text. Then the tokens before
+the target are the same in each step, and later steps read their keys and values from a cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    gated_feed_forward,
+    gated_feed_forward_weights,
+    image_weights,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.checks import why_replaced
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec
+from ..parts.linears import linear, why_not_silu
+from ..parts.norms import (
+    ChosenRows,
+    Modulator,
+    chosen_norm_modulate,
+    clip_to_float16,
+    residual_norm,
+)
+from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+
+_QWEN = "diffusers.models.transformers.transformer_qwenimage21"
+_BLOCK_CLASS = f"{_QWEN}:QwenImage21TransformerBlock"
+_SELECT_ROWS = f"{_QWEN}:_select_modulation_rows"
+
+
+def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> Modulator:
+    """The rows of a table (B, D), or (B + 1, D) with a last row for tokens outside of the mask (S,)."""
+    if mask is None:
+        return table.unsqueeze(1)
+    last = table.shape[0] - 1
+
+    def make(mask: Tensor) -> Tensor:
+        samples = torch.arange(last, dtype=torch.int32, device=mask.device)
+        return torch.where(mask, samples[:, None], last)
+
+    return ChosenRows(table, call.shared(("index", last), mask, make))
+
+
+def _tables(modulation: Tensor) -> tuple[Tensor, ...]:
+    """Scale and gate of attention, then of the feed-forward."""
+    scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
+    return scale, gate.tanh(), scale_mlp, gate_mlp.tanh()
+
+
+def _prologue(
+    call: Call, block: Any, ahead: Tensor | None, modulation: Tensor, mask: Tensor | None
+) -> Any:
+    def rows_of() -> tuple:
+        tables = call.shared("tables", modulation, _tables)
+        return (None, *[_by_token(call, table, mask) for table in tables])
+
+    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
+
+
+_PROLOGUES = (_prologue,)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    modulation: Tensor,
+    rotary_emb: Tensor | None = None,
+    attention_mask: Any = None,
+    target_token_mask: Tensor | None = None,
+    layer_cache: Any = None,
+    kv_cache_mode: str | None = None,
+    cache_write_slice: slice | None = None,
+    segments: Any = None,
+    key_valid: Tensor | None = None,
+) -> Tensor:
+    x, modules, conditions = hidden_states, self._modules, (modulation, target_token_mask)
+    if not kernels_take(x, modulation):
+        return call.refuse(x, modulation)
+    (((normalized,), (_, _, gate, scale_mlp, gate_mlp)),) = begin(
+        call, self, _PROLOGUES, (x,), conditions
+    )
+    out = modules["attn"](
+        hidden_states=normalized,
+        attention_mask=attention_mask,
+        rotary_emb=rotary_emb,
+        layer_cache=layer_cache,
+        kv_cache_mode=kv_cache_mode,
+        cache_write_slice=cache_write_slice,
+        segments=segments,
+        key_valid=key_valid,
+    )
+    weights = gated_feed_forward_weights("img_mlp", ("gate_layer", "proj"), self, x)
+    how = (x, out, gate, scale_mlp, None)
+    x, normalized = residual_norm(call, self, "img_norm2", *how, weights=weights)
+    branch = ResidualBranch(x, modules["img_mlp"](normalized), gate_mlp)
+    hands_over = x.dtype != torch.float16
+    (x,) = finish(call, self, _PROLOGUES, (branch,), conditions, hands_over=hands_over)
+    return clip_to_float16(x)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    rotary_emb: Tensor | None = None,
+    layer_cache: Any = None,
+    kv_cache_mode: str | None = None,
+    cache_write_slice: slice | None = None,
+    segments: Any = None,
+    key_valid: Tensor | None = None,
+) -> Tensor:
+    x = hidden_states
+    if not inputs_taken(x):
+        return call.refuse(x)
+    query, key, value = query_key_value(self, x, None)
+    head_dim = self.inner_dim // self.heads
+    heads = query.shape[2] // head_dim
+    rotate = partial(call.stand_in.functions[1].function, use_real=False)
+    how = (rotary_emb, rotate, "per_head", heads)
+    query, key = norm_and_rotate(call, self, query, key, *how)
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if layer_cache is not None and kv_cache_mode == "extract" and cache_write_slice is not None:
+        kept = (t.unflatten(2, (heads, head_dim))[:, cache_write_slice] for t in (key, value))
+        layer_cache.store(*[tensor.clone() for tensor in kept])
+    elif layer_cache is not None and kv_cache_mode == "cached":
+        prefixes = [tensor.flatten(2) for tensor in layer_cache.get()]
+        key, value = (torch.cat(pair, dim=1) for pair in zip(prefixes, (key, value)))
+    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0}
+    if segments is None:
+        return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
+    options["backend"] = None  # as the processor
+    outs = []
+    target = segments[-1][1] if segments else 0, query.shape[1], False
+    for start, end, is_text in (*segments, target):
+        operands, mask = (query[:, start:end], key[:, :end], value[:, :end]), None
+        if key_valid is not None:
+            mask = call.shared(("valid keys", end), key_valid, partial(_mask_of, end=end))
+        if is_text:
+            outs.append(_attend_in_text(self, *operands, mask, start, head_dim))
+        else:
+            outs.append(attend(call, self, *operands, mask, **options))
+    return project_out(self, torch.cat(outs, dim=1))
+
+
+def _mask_of(key_valid: Tensor, end: int) -> Tensor:
+    return key_valid[:, None, None, :end]
+
+
+def _attend_in_text(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    start: int,
+    head_dim: int,
+) -> Tensor:
+    """Attention of a segment of text from ``start`` on to the keys up to each query, by the model's own
+    attention: the kernel is not causal."""
+    shape = query.shape[1], key.shape[1]
+    is_seen = torch.ones(shape, dtype=torch.bool, device=query.device).tril(start)[None, None]
+    out = sys.modules[_QWEN].dispatch_attention_fn(
+        *[x.unflatten(2, (-1, head_dim)) for x in (query, key, value)],
+        attn_mask=is_seen if mask is None else is_seen & mask,
+        dropout_p=0.0,
+        backend=None,
+        parallel_config=module.processor._parallel_config,
+    )
+    return out.flatten(2, 3).type_as(query)
+
+
+def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
+    names = {"gate": "gate_layer", "value": "proj", "out": "out"}
+    return gated_feed_forward(self, call, hidden_states, **names)
+
+
+def _output_norm_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    conditioning_embedding: Tensor,
+    target_token_mask: Tensor | None = None,
+) -> Tensor:
+    x, modules = hidden_states, self._modules
+    if not kernels_take(x):
+        return call.refuse(x)
+    embedding = torch.nn.functional.silu(conditioning_embedding).to(x.dtype)
+    scale = _by_token(call, linear(modules["linear"], embedding), target_token_mask)
+    return chosen_norm_modulate(call, self, "norm", x, scale, None)
+
+
+def _why_not(module: Any, name: str) -> str | None:
+    return why_not_silu(module._modules.get(name))
+
+
+_SPECS = (
+    model_spec(f"{_QWEN}:QwenImage21Transformer2DModel", "transformer_blocks"),
+    BlockSpec(
+        _BLOCK_CLASS,
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        functions=(f"{_BLOCK_CLASS}._modulate", _SELECT_ROWS),
+        condition=partial(why_replaced, name="_modulate"),
+        norms=("img_norm1", "img_norm2"),
+        inner=("attn", "img_mlp"),
+    ),
+    AttentionSpec(
+        f"{_QWEN}:QwenImage21Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        parameters="self hidden_states kwargs",
+        processor_parameters="hidden_states attention_mask rotary_emb layer_cache kv_cache_mode"
+        " cache_write_slice segments key_valid",
+        rotate="apply_rotary_emb_qwen",
+        project="_qwenimage21_prepare_qkv",
+    ),
+    PatchSpec(
+        f"{_QWEN}:QwenImage21SwiGLUFeedForward",
+        _feed_forward_forward,
+        "swiglu",
+        ("torch.nn.functional:silu",),
+        condition=partial(_why_not, name="activation_fn"),
+    ),
+    PatchSpec(
+        f"{_QWEN}:QwenImage21AdaLayerNormContinuous",
+        _output_norm_forward,
+        "layer_norm_modulate",
+        (_SELECT_ROWS,),
+        condition=partial(_why_not, name="silu"),
+    ),
+)
+_ONCE = ("pos_embed", "time_text_embed", "txt_in", "img_in", "modulation", "proj_out")
+FAMILIES = (Family("Qwen-Image 2.1", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)

@@ -1,0 +1,180 @@
+"""Stable Diffusion 3 and 3.5: how their transformer, and its ControlNet, map to the operations.
+
+A block is a double block of FLUX.1 without a rotary embedding, with the image before the text. Some blocks of
+Stable Diffusion 3.5 attend twice to the image,
+
+    n_x, n_2 = layer_norm(x) * (1 + scale) + shift, layer_norm(x) * (1 + scale_2) + shift_2
+    x = x + gate * a_x;  x = x + gate_2 * attention(n_2)
+
+and the last block drops the text after its attention.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend_jointly,
+    attend_to_all,
+    attention_weights,
+    image_weights,
+    inputs_taken,
+    project,
+    project_out,
+    text_weights,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import LINEAR_GELU, linear_per_sample
+from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.norms import gated_residual
+from ..parts.streams import (
+    FEED_FORWARDS,
+    BlockSpec,
+    adaptive_prologue,
+    begin,
+    feed_forwards,
+    finish,
+)
+
+_SD3 = "diffusers.models.transformers.transformer_sd3"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
+_BLOCKS = "diffusers.models.attention"
+_ATTENTIONS = "diffusers.models.attention_processor"
+_NO_ROTATION: Any = None
+
+
+def _image_weights(block: Any, x: Tensor) -> Any:
+    """Of both attentions, if there are two."""
+    weights = image_weights(block, x)
+    if weights is None or not block.use_dual_attention:
+        return weights
+    others = attention_weights("attn2", QUERY_KEY_VALUE, block, x)
+    return None if others is None else {**weights, **others}
+
+
+def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
+    if ahead is not None and block._chunk_size is not None:
+        return None
+    return adaptive_prologue(call, block, ahead, temb, name="norm1", weights_for=_image_weights)
+
+
+def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+    """The same rows; only scale and shift in the last block."""
+    how: dict[str, Any] = {"takes_emb": not block.context_pre_only, "weights_for": text_weights}
+    return adaptive_prologue(call, block, ahead, temb, name="norm1_context", **how)
+
+
+_PROLOGUES = (_image_prologue, _text_prologue)
+_SINGLE = (partial(adaptive_prologue, name="norm1", weights_for=image_weights),)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if self._chunk_size is not None:
+        return call.decline("its feed-forward is chunked")
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    modules, more = self._modules, joint_attention_kwargs or {}
+    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), (temb,))
+    rows = begun[1][:6]
+    attention_out, c_attention_out = modules["attn"](
+        hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
+    )
+    if self.use_dual_attention:
+        x = gated_residual(x, attention_out, rows[2])
+        attention_out = modules["attn2"](hidden_states=begun[0][1], **more)
+        rows = (*rows[:2], begun[1][8], *rows[3:])
+    names = FEED_FORWARDS[:1] if self.context_pre_only else FEED_FORWARDS
+    attention_outs = (attention_out, c_attention_out)
+    branches = feed_forwards(call, self, names, (x, c), attention_outs, (rows, c_begun[1]))
+    if self.context_pre_only:
+        return None, gated_residual(*branches[0][:3])
+    x, c = finish(call, self, _PROLOGUES, branches, (temb,))
+    return c, x
+
+
+def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
+    x = hidden_states
+    if not kernels_take(x, temb):
+        return call.refuse(x, temb)
+    (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
+    attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
+    names = FEED_FORWARDS[:1]
+    branches = feed_forwards(call, self, names, (x,), (attention_out,), (begun[1],))
+    return finish(call, self, _SINGLE, branches, (temb,))[0]
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Any:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs:
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    # Its processor ignores the mask.
+    streams = project(call, self, x, c, None, None)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    if c is None:
+        return project_out(self, attend_to_all(call, self, streams, _NO_ROTATION, **options))
+    out, c_out = attend_jointly(call, self, streams, _NO_ROTATION, **options)
+    if not self.context_pre_only:
+        c_out = linear_per_sample(self._modules["to_add_out"], c_out)
+    return project_out(self, out), c_out
+
+
+_SPECS = (
+    model_spec(f"{_SD3}:SD3Transformer2DModel", "transformer_blocks"),
+    model_spec(f"{_CONTROLNET}:SD3ControlNetModel", "transformer_blocks"),
+    BlockSpec(
+        f"{_BLOCKS}:JointTransformerBlock",
+        _block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm2", "norm2_context"),
+        adaptive_norms=("norm1", "norm1_context"),
+        inner=("attn", "attn2", "ff.net.0", "ff_context.net.0"),
+    ),
+    BlockSpec(
+        f"{_SD3}:SD3SingleTransformerBlock",
+        _single_block_forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        norms=("norm2",),
+        adaptive_norms=("norm1",),
+        inner=("attn", "ff.net.0"),
+    ),
+    AttentionSpec(
+        f"{_ATTENTIONS}:Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{_ATTENTIONS}:JointAttnProcessor2_0",
+        parameters="self hidden_states encoder_hidden_states attention_mask cross_attention_kwargs",
+        processor_parameters="hidden_states encoder_hidden_states attention_mask args kwargs",
+        rotate="",
+        dispatches=False,
+    ),
+    TIMESTEPS,
+    LINEAR_GELU,
+)
+_ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
+FAMILIES = (Family("Stable Diffusion 3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)

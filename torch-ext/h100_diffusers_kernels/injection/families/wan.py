@@ -1,0 +1,257 @@
+"""Wan 2.1 and 2.2, and models with copies of their block: how they map to the operations.
+
+A block computes in float32 between its linear layers, with hidden states in the model's dtype,
+
+    n = layer_norm(x) * (1 + scale) + shift;  x = x + gate * attn1(n)
+    x = x + attn2(layer_norm(x, weight, bias), text)
+    n = layer_norm(x) * (1 + scale_mlp) + shift_mlp;  x = x + gate_mlp * ffn(n)
+
+with a modulation in float32, an RMS norm of query and key over all heads, and a rotary embedding of both in
+attn1. If the context holds an image, attn2 attends to image and text separately and adds the results. The
+blocks of VACE's control branch begin and end with a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    attn1_weights,
+    context_parallel_of,
+    inputs_taken,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec
+from ..core.quantized_rows import as_tensor
+from ..parts.embeddings import TIMESTEPS
+from ..parts.linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights, linear
+from ..parts.norms import Upcasts, apply_norm, gated_residual, residual_norm
+from ..parts.streams import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
+
+_MODELS = "diffusers.models.transformers."
+# Number of the text encoder's tokens. In a context, image tokens come first.
+_TEXT_TOKENS = 512
+_QUERY = QUERY_KEY_VALUE[:1]
+
+
+def _by_token(temb: Tensor) -> Tensor:
+    """(B, 6, D) or (B, S, 6, D) to (B, 1 or S, 6, D) in float32."""
+    return temb.float().unsqueeze(1) if temb.dim() == 3 else temb.float()
+
+
+def _by_token_last(temb: Tensor) -> Tensor:
+    """(B, 6, D) or (B, 6, S, D) to (B, 1 or S, 6, D) in float32."""
+    return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
+
+
+# Rows are shift, scale and gate of self-attention, then of the feed-forward.
+_prologue = partial(table_prologue, upcasts=Upcasts.TO_NEXT_LINEAR, weights_for=attn1_weights)
+_BY_TOKEN = (partial(_prologue, by_row=_by_token),)
+_BY_TOKEN_LAST = (partial(_prologue, by_row=_by_token_last),)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+    attention_mask: Any = None,
+    *,
+    makers: PrologueMakers = _BY_TOKEN,
+) -> Tensor:
+    # Some models transpose their convolution's result without a copy.
+    x, c = hidden_states.contiguous(), encoder_hidden_states
+    if not kernels_take(x, c):
+        return call.refuse(x, c)
+    (begun,) = begin(call, self, makers, (x,), (temb,))
+    branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
+    return finish(call, self, makers, (branch,), (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)[0]
+
+
+def _after_first_norm(
+    self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
+) -> ResidualBranch:
+    """From the first norm to the last residual."""
+    modules = self._modules
+    (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
+    attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
+    how: dict[str, Any] = {
+        "upcasts": Upcasts.TO_NEXT_LINEAR,
+        "weights": attention_weights("attn2", _QUERY, self, x),
+    }
+    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, **how)
+    out = modules["attn2"](normalized, c, None, None)
+    how["weights"] = feed_forward_weights(modules["ffn"], x)
+    x, normalized = residual_norm(call, self, "norm3", x, out, None, scale_mlp, shift_mlp, **how)
+    return ResidualBranch(x, feed_forward_branch(modules["ffn"], normalized), gate_mlp)
+
+
+def _vace_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    control_hidden_states: Tensor,
+    temb: Tensor,
+    rotary_emb: Any,
+) -> tuple[Tensor | None, Tensor]:
+    c, control = encoder_hidden_states, control_hidden_states
+    if not kernels_take(hidden_states.contiguous(), c, control):
+        return call.refuse(hidden_states.contiguous(), c, control)
+    if self.proj_in is not None:
+        control = linear(self.proj_in, control) + hidden_states
+    control = control.contiguous()
+    begun = _BY_TOKEN[0](call, self, None, temb)(control)
+    branch = _after_first_norm(self, call, control, begun, c, None, rotary_emb)
+    x = gated_residual(*branch[:3], upcasts=Upcasts.TO_NEXT_LINEAR)
+    return None if self.proj_out is None else linear(self.proj_out, x), x
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    rotary_emb: Any = None,
+    *,
+    context_is_parallel: bool = False,
+    **kwargs,
+) -> Tensor:
+    x, c = hidden_states, encoder_hidden_states
+    if kwargs:
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    image_tokens = None
+    if self.add_k_proj is not None and c is not None:
+        length = c.shape[1] - _TEXT_TOKENS
+        image_tokens, c = c[:, :length], c[:, length:]
+    is_fused, modules = self.fused_projections, self._modules
+    config = context_parallel_of(call, self)
+    if is_fused:
+        query, key, value = call.stand_in.functions[-1].function(self, as_tensor(x), c)
+    else:
+        query, key, value = query_key_value(self, x, c, config=config)
+    tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
+    how = (tables, _rotated, "across_heads", self.heads)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
+        options["parallel_config"] = None  # each rank has all of the text
+    out = attend(call, self, query, key, value, attention_mask, **options)
+    if image_tokens is not None:
+        if is_fused:
+            key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
+        else:
+            key = linear(modules["add_k_proj"], image_tokens)
+            value = linear(modules["add_v_proj"], image_tokens)
+        key = apply_norm(call, self, "norm_added_k", key)
+        out = attend(call, self, query, key, value, None, addend=out, **options)
+    return project_out(self, out, x)
+
+
+def _splits_text(call: Call) -> bool:
+    """Whether diffusers' plan of context parallelism splits the text between ranks, as that of 0.36 does."""
+    plan = getattr(call.stand_in.injection.model(), "_cp_plan", None) or {}
+    return "encoder_hidden_states" in plan.get("blocks.*", ())
+
+
+def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tables (1, S, 1, d) per element to tables (1, S, 1, d / 2) per pair, which the model reads."""
+    cos, sin = rope
+    return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, S, H * d) rotated by tables per pair, as in the model's processor."""
+    cos, sin = tables
+    pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
+    first, second = pairs.unbind(-1)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype).flatten(2)
+
+
+_PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"
+
+
+def _block(
+    path: str, forward: Callable, parameters: str | None = _PARAMETERS, *functions: str
+) -> BlockSpec:
+    return BlockSpec(
+        path,
+        forward,
+        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
+        functions=functions,
+        parameters=parameters,
+        norms=("norm1", "norm2", "norm3"),
+        upcasts=Upcasts.TO_NEXT_LINEAR,
+        inner=("attn1", "attn2", "ffn.net.0"),
+    )
+
+
+def _attention(
+    module: str, prefix: str = "Wan", forward: Callable = _attention_forward
+) -> AttentionSpec:
+    return AttentionSpec(
+        f"{module}:{prefix}Attention",
+        forward,
+        "qk_norm_rope",
+        rotate="",
+        project="_get_qkv_projections",
+    )
+
+
+_ONCE = ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out")
+
+
+def _family(name: str, *specs: PatchSpec) -> Family:
+    return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), dict.fromkeys(_ONCE, COMPUTED_ONCE))
+
+
+def _copy(name: str, module: str, model: str) -> Family:
+    """A model whose file has copies of Wan's block and attention."""
+    block = _block(f"{module}:WanTransformerBlock", _block_forward)
+    return _family(name, model_spec(f"{module}:{model}", "blocks"), block, _attention(module))
+
+
+_WAN, _VACE = f"{_MODELS}transformer_wan", f"{_MODELS}transformer_wan_vace"
+_SKYREELS = f"{_MODELS}transformer_skyreels_v2"
+FAMILIES = (
+    _family(
+        "Wan",
+        model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
+        model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
+        _block(f"{_WAN}:WanTransformerBlock", _block_forward),
+        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward, None),
+        _attention(_WAN),
+    ),
+    _copy("Wan-Animate", f"{_MODELS}transformer_wan_animate", "WanAnimateTransformer3DModel"),
+    _copy("ChronoEdit", f"{_MODELS}transformer_chronoedit", "ChronoEditTransformer3DModel"),
+    _family(
+        "SkyReels-V2",
+        model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
+        _block(
+            f"{_SKYREELS}:SkyReelsV2TransformerBlock",
+            partial(_block_forward, makers=_BY_TOKEN_LAST),
+            f"{_PARAMETERS} attention_mask",
+            f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
+        ),
+        _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),
+    ),
+)

@@ -1,0 +1,234 @@
+"""Z-Image and its ControlNet: how their transformers map to the operations.
+
+A block normalizes the input and the output of attention and feed-forward,
+
+    x = x + tanh(gate) * rms_norm(attention(rms_norm(x) * (1 + scale)))
+    x = x + tanh(gate_mlp) * rms_norm(ff(rms_norm(x) * (1 + scale_mlp)))
+
+with an RMS norm of each head's query and key, a rotary embedding of both, and ff = w2(silu(w1(x)) * w3(x)).
+Blocks of the text have no modulation. With reference images, each token has the modulation of noise or of a
+clean image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...conditions import kernels_take
+from ..attention.modules import (
+    QUERY_KEY_VALUE,
+    AttentionSpec,
+    attend,
+    attention_weights,
+    context_parallel_of,
+    gated_feed_forward,
+    gated_feed_forward_weights,
+    inputs_taken,
+    key_lengths_of,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.checks import KnownFunction, why_replaced
+from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.patch import Call, PatchSpec
+from ..parts.linears import linear
+from ..parts.norms import residual_norm
+from ..parts.streams import (
+    BlockSpec,
+    ResidualBranch,
+    Rows,
+    begin,
+    finish,
+    linear_alone,
+    may_run_ahead,
+    norm_prologue,
+)
+
+_MODEL = "diffusers.models.transformers.transformer_z_image"
+_CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
+_CLASS = f"{_MODEL}:ZImageTransformer2DModel"
+_MASK_MAKERS = tuple(
+    KnownFunction(f"{_CLASS}.{name}") for name in ("_prepare_sequence", "_build_unified_sequence")
+)
+
+
+_weights_for = partial(attention_weights, "attention", QUERY_KEY_VALUE)
+
+
+def _prologue(
+    call: Call,
+    block: Any,
+    ahead: Tensor | None,
+    embedding: Any,
+    noise_mask: Tensor | None = None,
+    of_noise: Any = None,
+    of_clean: Any = None,
+) -> Any:
+    """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
+    how: dict[str, Any] = {"weights_for": _weights_for}
+    if not block.modulation:
+        return norm_prologue(call, block, "attention_norm1", ahead, tuple, **how)
+    layer = block._modules["adaLN_modulation"]
+    if ahead is not None and not may_run_ahead(layer, ahead):
+        return None
+
+    def rows_of() -> Rows:
+        if noise_mask is None:
+            rows = linear_alone(layer, embedding).unsqueeze(1)
+        else:
+            noise, clean = (linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean))
+            rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
+        return (None, *rows.chunk(4, dim=2))
+
+    return norm_prologue(call, block, "attention_norm1", ahead, rows_of, **how)
+
+
+_PROLOGUES = (_prologue,)
+
+
+def _run(
+    self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, **how: Any
+) -> Tensor:
+    """A block's result; ``how`` it ends, see ``finish``."""
+    modules = self._modules
+    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
+    _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
+    if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
+        call.state.block_mask = mask
+    out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
+    modulation = (scale_mlp, None) if rows else ()
+    branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
+    branch["weights"] = gated_feed_forward_weights("feed_forward", ("w1", "w3"), self, x)
+    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
+    out = modules["feed_forward"](normalized)
+    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
+    return finish(call, self, _PROLOGUES, (end,), conditions, **how)[0]
+
+
+def _makes_masks(model: Any) -> bool:
+    """Whether the model's own code makes its masks, with valid tokens first: users replace its methods."""
+    methods = [(known, getattr(model, known.name, None)) for known in _MASK_MAKERS]
+    return all(m is None or getattr(m, "__func__", None) is known.function for known, m in methods)
+
+
+def _block_forward(
+    self: Any,
+    call: Call,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+    noise_mask: Tensor | None = None,
+    adaln_noisy: Tensor | None = None,
+    adaln_clean: Tensor | None = None,
+) -> Tensor:
+    embeddings = (adaln_input, adaln_noisy, adaln_clean)
+    if not kernels_take(x, *embeddings):
+        return call.refuse(x, *embeddings)
+    conditions = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
+    return _run(self, call, x, attn_mask, freqs_cis, *conditions)
+
+
+def _control_block_forward(
+    self: Any,
+    call: Call,
+    c: Tensor,
+    x: Tensor,
+    attn_mask: Tensor | None,
+    freqs_cis: Tensor,
+    adaln_input: Tensor | None = None,
+) -> Tensor:
+    if not kernels_take(c, x, adaln_input):
+        return call.refuse(c, x, adaln_input)
+    modules = self._modules
+    *results, c = c.unbind() if self.block_id else (linear(modules["before_proj"], c) + x,)
+    c = _run(self, call, c, attn_mask, freqs_cis, adaln_input, hands_over=False)
+    return torch.stack([*results, linear(modules["after_proj"], c), c])
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    x, mask = hidden_states, attention_mask
+    if kwargs or encoder_hidden_states is not None:
+        return NotImplemented
+    if not inputs_taken(x):
+        return call.refuse(x)
+    config = context_parallel_of(call, self)
+    query, key, value = query_key_value(self, x, None, config=config)
+    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
+    how = (tables, _rotated, "per_head", self.heads)
+    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    if mask is not None:
+        if mask.dim() == 2:
+            mask = call.shared("mask", mask, lambda m: m[:, None, None])
+        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
+    return project_out(self, attend(call, self, query, key, value, mask, **options))
+
+
+def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Complex tables (B, S, d / 2) as cosines and sines, each (B, S, 1, d / 2)."""
+    return freqs.real.unsqueeze(2).contiguous(), freqs.imag.unsqueeze(2).contiguous()
+
+
+def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x (B, S, H, d) as the processor rotates it."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(*tables)).flatten(3).type_as(x)
+
+
+def _of(module: str) -> tuple[PatchSpec, ...]:
+    """The specs of a file with these classes."""
+    block: Callable[..., BlockSpec] = partial(
+        BlockSpec,
+        operations="rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
+        norms=("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"),
+        inner=("attention", "feed_forward"),
+    )
+    return (
+        block(f"{module}:ZImageTransformerBlock", _block_forward),
+        block(f"{module}:ZImageControlTransformerBlock", _control_block_forward),
+        AttentionSpec(
+            "diffusers.models.attention_processor:Attention",
+            _attention_forward,
+            "qk_norm_rope",
+            processor=f"{module}:ZSingleStreamAttnProcessor",
+            parameters="self hidden_states encoder_hidden_states attention_mask"
+            " cross_attention_kwargs",
+            processor_parameters="hidden_states encoder_hidden_states attention_mask freqs_cis",
+            rotate="",
+        ),
+        PatchSpec(
+            f"{module}:FeedForward",
+            partial(gated_feed_forward, gate="w1", value="w3", out="w2"),
+            "swiglu",
+            functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
+            condition=partial(why_replaced, name="_forward_silu_gating"),
+        ),
+    )
+
+
+_REFINERS = ("noise_refiner", "context_refiner", "siglip_refiner")
+_CONTROL_LISTS = ("control_layers", "control_noise_refiner")
+_SPECS = (
+    model_spec(_CLASS, *_REFINERS, "layers"),
+    model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
+    *_of(_MODEL),
+    *_of(_CONTROLNET),
+)
+_EMBEDDERS = ("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder")
+_ONCE = dict.fromkeys((*_EMBEDDERS, "all_final_layer"), COMPUTED_ONCE)
+FAMILIES = (Family("Z-Image", _SPECS, _ONCE),)

@@ -1,0 +1,282 @@
+"""CUDA graphs of models' forwards, replayed as long as the model and PyTorch's settings are unchanged."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import logging
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...conditions import KERNEL_DEVICE_TYPE, tracks_derivatives
+from ..core.cache import is_capturing
+from ..core.checks import why_intercepted
+from ..core.patch import Injection, PatchSpec, StandIn
+from ..core.report import GraphCalls
+from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
+from .model_fingerprint import CannotCapture, Fingerprint
+
+__all__ = ["GraphedStandIn", "Pool"]
+
+logger = logging.getLogger("h100_diffusers_kernels")
+
+# The class that captures and replays, by device type.
+GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
+FIRST_CALL = "the first call of its kind"
+_MOVED = "parameters or buffers moved in memory"
+_CHANGES_ITSELF = "its forward changes the model"
+# The number of remembered keys of calls, for each graph that may be kept.
+_REMEMBERED = 16
+# The limit of the exponential backoff, in calls, for models that were refused or changed again.
+_MAX_BACKOFF = 64
+
+
+class GraphedStandIn(StandIn):
+    """A stand-in that captures the second call of a kind and replays the graph from then on.
+
+    Calls of a kind differ only in tensor values. Each replay compares the model with its fingerprint. If the
+    model changed, its graphs are dropped, the result is discarded and the call runs without a graph.
+    """
+
+    def __init__(
+        self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
+    ) -> None:
+        """
+        Args:
+            inner: the stand-in for the forward without graphs; None if the class's own runs.
+            pool: the memory of the pipeline's graphs.
+        """
+        cls: Any = type(model)
+        super().__init__(model, _spec_of(cls) if inner is None else inner.spec, "", injection)
+        if inner is None:  # it does not run on a kernel
+            self.own_forward = cls.forward
+            del injection.report.counts[self.name]
+        self._has_spec = inner is not None
+        self._calls = injection.report.graph_calls = GraphCalls("", cls.__name__)
+        self._pool = pool
+        self._captures: collections.OrderedDict[Hashable, Capture] = collections.OrderedDict()
+        # Reasons why calls were not captured, by key.
+        self._seen: collections.OrderedDict[Hashable, str] = collections.OrderedDict()
+        self._fingerprint: Fingerprint | None = None
+        self._refusal = FIRST_CALL  # reason for a missing fingerprint
+        self._calls_to_wait = 0  # until the first fingerprint
+        self._backoff = 0
+
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As ``StandIn.run``."""
+        if not isinstance(self, GraphedStandIn):  # a wrapper bound this to the module
+            return StandIn.run(self, *args, **kwargs)
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """One call: replayed, captured, or run without a graph."""
+        module = self._module()
+        if torch.compiler.is_compiling() or is_capturing():
+            return self._run(*args, **kwargs)
+        if module is None or self.injection.is_over:
+            self.taken_out()  # a wrapper may still hold this
+            return self._run(*args, **kwargs)
+        key: Any = None
+        with lock:
+            try:
+                _refuse_modes()
+                call = read_arguments(args, kwargs)
+                _refuse_device(call.tensors[0].device)
+                key = (_settings(), call.key)
+                return self._replay_or_capture(module, key, call)
+            except CannotCapture as refusal:
+                reason = str(refusal)
+            except torch.OutOfMemoryError:
+                self.forget()
+                reason = self._seen[key] = "there is not enough memory for a graph"
+            self._count(reason)
+        result = self._run(*args, **kwargs)
+        if key is not None:
+            # PyTorch's first calls change its settings, such as the order of attentions.
+            with lock:
+                self._look(module, (_settings(), call.key))
+        return result
+
+    def forget(self) -> None:
+        """Drops all graphs and the fingerprint."""
+        while self._captures:  # popped first, so that an interrupt leaves no reset graph here
+            self._captures.popitem()[1].reset()
+        self._seen.clear()
+        self._fingerprint = None
+        self._refusal = FIRST_CALL
+
+    def taken_out(self) -> None:
+        with lock:
+            self.forget()
+
+    def copied(self, module: nn.Module, memo: dict) -> StandIn:
+        """The stand-in of the module's copy, without graphs."""
+        injection, pool = copy.deepcopy((self.injection, self._pool), memo)
+        duplicate = GraphedStandIn(module, self if self._has_spec else None, injection, pool)
+        duplicate.had_attribute = self.had_attribute
+        return duplicate
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if self._has_spec or module is None:
+            return StandIn.run(self, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def _replay_or_capture(self, module: nn.Module, key: Hashable, call: Arguments) -> Any:
+        """The call's result.
+
+        Raises:
+            CannotCapture: if the call has to run without a graph.
+        """
+        fingerprint, capture = self._fingerprint, self._captures.get(key)
+        if fingerprint is None:
+            raise CannotCapture(self._refusal)
+        has_moved = not fingerprint.addresses.hold()
+        if capture is not None and (has_moved or not capture.externals.hold()):
+            self._captures.pop(key).reset()
+            capture = None
+        # The model is compared while the device computes.
+        result = None if capture is None else capture.replay(call.tensors)
+        change = _MOVED if has_moved else fingerprint.change(module)
+        if change is not None:
+            self.forget()
+            self._wait("it changed at each of the last calls" if self._backoff else FIRST_CALL)
+            logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
+            raise CannotCapture(FIRST_CALL)
+        if capture is not None:
+            self._captures.move_to_end(key)
+            self._backoff = 0
+            self._calls.replayed += 1
+            return result
+        reason = self._seen.get(key)
+        if reason != FIRST_CALL:
+            raise CannotCapture(reason or FIRST_CALL)
+        return self._capture(module, fingerprint, key, call)
+
+    def _capture(
+        self, module: nn.Module, fingerprint: Fingerprint, key: Hashable, call: Arguments
+    ) -> Any:
+        device = call.tensors[0].device
+        try:
+            graph = GRAPHS[device.type](device, self._pool)
+            capture = Capture(graph, call, self._run, fingerprint.tensors)
+            result = capture.replay(call.tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            sentence = str(error).partition("\n")[0]
+            is_known = isinstance(error, CannotCapture)
+            reason = "" if is_known else f"its capture raised {type(error).__name__}: "
+            self._seen[key] = reason + sentence
+            raise CannotCapture(self._seen[key]) from None
+        if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
+            # A replay would not change the model.
+            capture.reset()
+            self.forget()
+            self._wait(_CHANGES_ITSELF)
+            self._count(_CHANGES_ITSELF)
+            return result
+        self._calls.captured += 1
+        self._captures[key] = capture
+        while len(self._captures) > self.injection.options["max_cuda_graphs"]:
+            self._captures.popitem(last=False)[1].reset()
+        return result
+
+    def _look(self, module: nn.Module, key: Hashable) -> None:
+        """Takes the fingerprint and stores the key, after a call without a graph."""
+        if self._fingerprint is None:
+            if self._calls_to_wait > 0:
+                self._calls_to_wait -= 1
+                return
+            try:
+                self._fingerprint = Fingerprint(module)
+            except CannotCapture as refusal:
+                self._wait(str(refusal))
+                return
+        self._seen.setdefault(key, FIRST_CALL)
+        while len(self._seen) > _REMEMBERED * self.injection.options["max_cuda_graphs"]:
+            self._seen.popitem(last=False)
+
+    def _wait(self, reason: str) -> None:
+        """Delays the next fingerprint with exponential backoff: it takes the CPU time of several blocks."""
+        self._calls_to_wait = self._backoff
+        self._backoff = min(max(1, 2 * self._backoff), _MAX_BACKOFF)
+        self._refusal = reason
+
+    @property
+    def _name(self) -> str:
+        return self.injection.report.model_name or "the model"
+
+    def _count(self, reason: str) -> None:
+        """Counts a call without a graph. The first for each reason is logged, except for first calls."""
+        self._calls.uncaptured[reason] += 1
+        if self._calls.uncaptured[reason] == 1 and reason != FIRST_CALL:
+            logger.warning(
+                "%s (%s) runs without a CUDA graph: %s", self._name, self._calls.module, reason
+            )
+
+
+@functools.cache
+def _spec_of(cls: Any) -> PatchSpec:
+    return PatchSpec(f"{cls.__module__}:{cls.__qualname__}", cls.forward, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch's modes and settings
+
+
+def _refuse_modes() -> None:
+    if tracks_derivatives():
+        raise CannotCapture("derivatives may be requested: call it under torch.inference_mode")
+    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
+        raise CannotCapture("autocast is on")
+    if torch.jit.is_tracing():
+        raise CannotCapture("it is being traced")
+    if torch.is_anomaly_enabled():
+        raise CannotCapture("anomaly detection is on")
+    reason = why_intercepted()
+    if reason is not None:
+        raise CannotCapture(reason)
+
+
+def _refuse_device(device: torch.device) -> None:
+    if device.type not in GRAPHS:
+        raise CannotCapture(f"CUDA graphs do not run on {device.type}")
+    if GRAPHS[device.type].is_capturing():
+        raise CannotCapture("its caller is capturing a CUDA graph")
+
+
+_GETTERS = (
+    *("_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only"),
+    "_get_deterministic_fill_uninitialized_memory",
+    *("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic"),
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    *("_get_blas_preferred_backend", "_get_linalg_preferred_backend"),
+    *("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
+    *("_get_cudnn_sdp_enabled", "_get_fa3_sdp_enabled", "_get_overrideable_sdp_enabled"),
+    *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_sdp_priority_order"),
+    *("_get_sm_carveout_experimental", "_get_mkldnn_enabled"),
+)
+_getters = (
+    *(torch.is_inference_mode_enabled, torch.get_default_dtype),
+    *(getattr(torch._C, name) for name in _GETTERS if hasattr(torch._C, name)),
+)
+# Whether float32 matmuls may use TF32. The public names raise if their values contradict each other.
+_PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
+
+
+def _settings() -> Hashable:
+    """Part of the key: PyTorch's settings that affect its choice of kernels."""
+    values = [get() for get in _getters]
+    has_modes = torch._C._len_torch_function_stack()
+    return (
+        torch.get_default_device() if has_modes else None,
+        *[tuple(value) if isinstance(value, list) else value for value in values],
+        *[torch._C._get_fp32_precision_getter(*names) for names in _PRECISIONS],
+    )

@@ -1,0 +1,1 @@
+"""Several GPUs: the exchange of tokens between ranks, and plans for models."""

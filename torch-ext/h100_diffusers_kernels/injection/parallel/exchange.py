@@ -1,0 +1,249 @@
+"""Attention over tokens that ranks share (context parallelism of diffusers).
+
+Each rank has the queries, keys and values of its own tokens, (B, S, H, d). With Ulysses (Jacobs et al., 2023,
+https://arxiv.org/abs/2309.14509) an all-to-all gives each rank all tokens of some heads, and another one
+brings the results back. With a ring each rank gathers the keys and values of all tokens. Both can be combined
+(Fang and Zhao, 2024, https://arxiv.org/abs/2405.07719). Attention then runs once, over all keys, so there are
+no partial results to merge. Masks are gathered with the keys. A query that attends to fewer keys than it
+would cost to move, such as those of a text, stays where it is: the keys are gathered.
+
+Ranks must call the same collectives. So what is called depends only on what all ranks have in common: the
+configuration, and the lengths of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from ...conditions import is_differentiated
+
+# Attention of (B, S, H, d) with a bias (B, Sk) of keys, which may write its result to ``out``.
+LocalAttention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
+def config_of(parallel_config: Any) -> Any:
+    """The context parallelism of a ``ParallelConfig``, or None."""
+    return getattr(parallel_config, "context_parallel_config", None)
+
+
+class _Ranks(NamedTuple):
+    """The ranks of a collective.
+
+    Attributes:
+        group: their process group.
+        lengths: the number of tokens of each; None if all have the same.
+    """
+
+    group: Any
+    lengths: list[int] | None
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+
+def wire_empty(config: Any, x: Tensor, size: int, heads: int, length: int | None = None) -> Tensor:
+    """An empty tensor (B, S, C, H / C, d) for a query, key or value of size H * d of x (B, S, ...). In memory
+    the heads of each of the C ranks lie together, as the all-to-all sends them. ``length``: S, by default
+    x's."""
+    ranks = config.ulysses_degree if heads % config.ulysses_degree == 0 else 1
+    length = x.shape[1] if length is None else length
+    shape = (ranks, length, x.shape[0], heads // ranks, size // heads)
+    return x.new_empty(shape).permute(2, 1, 0, 3, 4)
+
+
+def attend_in_parallel(
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Any,
+    bias: Tensor | None,
+    attention: LocalAttention,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks, (B, Sq, H, d).
+
+    Args:
+        config: the ``ContextParallelConfig``, set up.
+        query, key, value: (B, S, H, d), or (B, S, C, H / C, d) of ``wire_empty``, which saves a copy. Key
+            and value may have fewer heads. The value may be a function that computes it, while query and key
+            are on their way.
+        bias: (B, Sk) of this rank's keys, added to the scores; or None.
+        attention: computes one attention.
+        out: where to write the result, (B, Sq, H, d), or None.
+
+    Raises:
+        ValueError: if the heads cannot be shared, or the bias has another length.
+    """
+    mesh = config._flattened_mesh
+    everyone = _Ranks(mesh.get_group(), None)
+    query_lengths = key_lengths = None
+    if _takes_any_length(config):
+        lengths = _lengths_of_ranks(everyone.group, query.device, query.shape[1], key.shape[1])
+        query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
+    keys = sum(key_lengths) if key_lengths else key.shape[1] * everyone.size
+    fewest_queries = min(query_lengths) if query_lengths else query.shape[1]
+    if bias is not None and bias.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"context parallelism: a mask must be of this rank's {key.shape[1]} keys, got one of "
+            f"{bias.shape[1]}"
+        )
+    if config.ulysses_degree > 1 and keys > fewest_queries:
+        exchanged: Any = _Ranks(config._ulysses_mesh.get_group(), query_lengths)
+        gathering = _Ranks(config._ring_mesh.get_group(), None) if config.ring_degree > 1 else None
+    else:
+        exchanged, gathering = None, everyone._replace(lengths=key_lengths)
+    of_keys = everyone._replace(lengths=key_lengths)
+    receive_bias = None if bias is None else _gather(bias.float().t(), of_keys)
+    heads = math.prod(query.shape[2:-1])
+    if exchanged is not None:
+        of_keys = exchanged._replace(lengths=key_lengths)
+        receive_query = _send_heads(config, query, exchanged, heads)
+        receive_key = _send_heads(config, key, of_keys, heads)
+        receive_value = _send_heads(config, _computed(value), of_keys, heads)
+        query, key, value = receive_query(), receive_key(), receive_value()
+    if gathering is not None:
+        receive_key = _gather(_tokens_first(key), gathering)
+        receive_value = _gather(_tokens_first(_computed(value)), gathering)
+        key, value = (receive().transpose(0, 1) for receive in (receive_key, receive_value))
+    if receive_bias is not None:
+        bias = receive_bias().t().contiguous()
+    if exchanged is None:
+        query = query.flatten(2, -2) if query.dim() == 5 else query
+        return attention(query, key, value, bias, out)
+    result = None
+    if not is_differentiated(query, key, value):
+        result = torch.empty_like(query.transpose(0, 1)).transpose(0, 1)
+    result = attention(query, key, value, bias, result)
+    result = _send_back(result, exchanged)[:, :, :heads]
+    return result if out is None else out.copy_(result)
+
+
+def _computed(value: Tensor | Callable[[], Tensor]) -> Tensor:
+    return value() if callable(value) else value
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """(B, S, H, d) or (B, S, C, H / C, d) as (S, B, H, d)."""
+    return (x.flatten(2, -2) if x.dim() == 5 else x).transpose(0, 1)
+
+
+def rank_and_size(config: Any) -> tuple[int, int]:
+    """This rank among those that share the tokens, and their number."""
+    group = config._flattened_mesh.get_group()
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
+    """This rank's part of a mask (..., S) of all ranks' streams, one stream after the other. ``lengths``: of
+    this rank's part of each stream."""
+    if mask.shape[-1] == sum(lengths):
+        return mask
+    group = config._flattened_mesh.get_group()
+    rank, size = rank_and_size(config)
+    if _takes_any_length(config):
+        of_ranks = _lengths_of_ranks(group, mask.device, *lengths)
+    else:
+        of_ranks = [lengths] * size  # type: ignore[list-item]
+    parts, begin = [], 0
+    for each in zip(*of_ranks):
+        first = begin + sum(each[:rank])
+        parts.append(mask[..., first : first + each[rank]])
+        begin += sum(each)
+    return torch.cat(parts, dim=-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives
+
+
+def _takes_any_length(config: Any) -> bool:
+    return getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
+
+
+def _lengths_of_ranks(group: Any, device: torch.device, *lengths: int) -> list[list[int]]:
+    """For each rank, these lengths of its tensors."""
+    # A backend for CPU tensors saves waiting for the GPU.
+    is_on_cpu = "cpu" in str(dist.get_backend(group))
+    own = torch.tensor([lengths], device="cpu" if is_on_cpu else device)
+    return _received(_all_gather(own, group)).tolist()
+
+
+def _received(x: Tensor) -> Tensor:
+    return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
+
+
+def _all_to_all(x: Tensor, ranks: _Ranks, is_back: bool = False) -> Tensor:
+    """All-to-all of x's first dimension: this rank's tokens to each rank, or back."""
+    received = sent = None  # of equal sizes
+    if ranks.lengths is not None:
+        own = [ranks.lengths[dist.get_rank(ranks.group)]] * ranks.size
+        received, sent = (own, ranks.lengths) if is_back else (ranks.lengths, own)
+    if is_differentiated(x):
+        return funcol.all_to_all_single_autograd(x, received, sent, ranks.group)
+    return funcol.all_to_all_single(x, received, sent, ranks.group)
+
+
+def _all_gather(x: Tensor, group: Any) -> Tensor:
+    """All-gather along x's first dimension."""
+    ending = "_autograd" if is_differentiated(x) else ""
+    renamed = getattr(funcol, f"all_gather_single{ending}", None)  # in later versions of Torch
+    gather = renamed or getattr(funcol, f"all_gather_tensor{ending}")
+    return gather(x, 0, group)
+
+
+def _send_heads(config: Any, x: Tensor, ranks: _Ranks, query_heads: int) -> Callable[[], Tensor]:
+    """Sends x (B, S of this rank, H, d), and returns a function that waits for (B, S of all ranks, H of this
+    rank, d). Fewer heads than the query's are repeated if ranks cannot share them."""
+    size = ranks.size
+    if x.dim() == 5 and x.shape[2] == 1:
+        x = x.squeeze(2)
+    if x.dim() == 4:
+        if x.shape[2] != query_heads and x.shape[2] % size:
+            x = x.repeat_interleave(query_heads // x.shape[2], dim=2)
+        heads = x.shape[2]
+        if heads % size:
+            if not getattr(config, "ulysses_anything", False):
+                raise ValueError(
+                    f"context parallelism: ulysses_degree={size} must divide the number of heads, got "
+                    f"{heads}; ulysses_anything=True takes any"
+                )
+            x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
+        x = x.unflatten(2, (size, -1))
+    sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
+    received = _all_to_all(sent, ranks)
+    return lambda: _received(received).transpose(0, 1)
+
+
+def _send_back(x: Tensor, ranks: _Ranks) -> Tensor:
+    """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
+    sent = x.transpose(0, 1).contiguous()
+    received = _received(_all_to_all(sent, ranks, is_back=True)).unflatten(0, (ranks.size, -1))
+    return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def _gather(x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
+    """Sends x (S of this rank, ...), and returns a function that waits for (S of all ranks, ...)."""
+    x, lengths = x.contiguous(), ranks.lengths
+    if lengths is not None and len(set(lengths)) > 1:
+        padding = x.new_zeros((max(lengths) - x.shape[0], *x.shape[1:]))
+        x = torch.cat([x, padding])
+    else:
+        lengths = None
+    gathered = _all_gather(x, ranks.group)
+
+    def receive() -> Tensor:
+        received = _received(gathered)
+        if lengths is None:
+            return received
+        each = received.chunk(len(lengths))
+        return torch.cat([part[:length] for part, length in zip(each, lengths)])
+
+    return receive

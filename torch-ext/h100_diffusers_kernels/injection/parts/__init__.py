@@ -1,0 +1,1 @@
+"""Parts that families share: norms, linear layers, streams of tokens, positions, single modules."""

@@ -1,0 +1,511 @@
+"""Linear layers and feed-forwards, computed without a module call if they are plain.
+
+LoRA and quantization replace the layer or its weight, offloading adds hooks. Then the module is called,
+except with the FP8 weights of ``fp8_linears``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional
+from ...conditions import (
+    PLAIN_TYPES,
+    is_differentiated,
+    kernels_take,
+    may_write,
+    same_dtype_and_unit_stride,
+    why_not_taken,
+)
+from ...conditions import is_plain as is_plain_tensor
+from ..core.checks import KnownClass, is_plain, why_not_plain
+from ..core.patch import Call, ExactSpec, PatchSpec
+from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
+from ..quantized.fp8_linears import (
+    LINEAR,
+    Fp8Product,
+    Fp8Weight,
+    are_plain_linears,
+    computed,
+    fp8_fits,
+    fp8_gelu_product,
+    fp8_product,
+    fp8_products,
+    fp8_takes,
+    fp8_weight,
+    fp8_weights_for,
+)
+
+DROPOUT = KnownClass("torch.nn:Dropout")
+SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
+GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
+FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
+_MODELS = "diffusers.models.transformers."
+_FLUX2_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward")
+_FLUX3_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward")
+
+FLUX2_SWIGLU = KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU")
+FLUX3_SWIGLU = KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU")
+
+# In float32 the epilogue's tanh approximation would be visible.
+_EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
+# With fewer rows, one product of all samples is faster than one product per sample, written in place.
+_MIN_ROWS_PER_SAMPLE = 1024
+
+
+def linear(layer: Any, x: Any) -> Tensor:
+    """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``. x may be quantized."""
+    if type(x) is QuantizedRows and layer in x.weights:
+        return fp8_product(x, x.weights[layer])
+    if is_plain(layer, LINEAR):
+        parameters = layer._parameters
+        if "weight" in parameters and "bias" in parameters:  # sharding moves them
+            weight, bias = parameters["weight"], parameters["bias"]
+            if type(weight) not in PLAIN_TYPES:
+                found = fp8_weights_for(x, layer)
+                if found is not None:
+                    return fp8_product(quantized_rows(x), found[layer])
+            return torch.nn.functional.linear(as_tensor(x), weight, bias)
+    return layer(as_tensor(x))
+
+
+def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
+    """``layer(x)`` of each layer: one product of all if they are FP8 layers. x may be quantized."""
+    is_quantized = type(x) is QuantizedRows
+    weights = x.weights if is_quantized else fp8_weights_for(x, *layers)
+    if weights is not None and all(layer in weights for layer in layers):
+        return fp8_products(quantized_rows(x), [weights[layer] for layer in layers])
+    if is_quantized:
+        return [linear(layer, x) for layer in layers]
+    are_plain = is_plain(layers[0], LINEAR, *layers[1:])
+    results = []
+    for layer in layers:
+        parameters = layer._parameters
+        weight = parameters.get("weight")
+        if are_plain and type(weight) in PLAIN_TYPES and "bias" in parameters:
+            results.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
+        else:
+            results.append(linear(layer, x))
+    return results
+
+
+def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
+    if not is_plain(layer, LINEAR):
+        return None
+    parameters = layer._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or "bias" not in parameters:
+        return None
+    if type(weight) not in PLAIN_TYPES and not is_plain_tensor(weight):
+        return None
+    is_plain_bias = bias is None or type(bias) in PLAIN_TYPES or is_plain_tensor(bias)
+    return (weight, bias) if is_plain_bias else None
+
+
+def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor | None]] | None:
+    """Weight and bias of each layer, if all are plain ``torch.nn.Linear`` with plain values and weights of
+    this dtype. Then their results for plain inputs are plain and contiguous."""
+    if not is_plain(layers[0], LINEAR, *layers[1:]):
+        return None
+    found = []
+    for layer in layers:
+        parameters = layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PLAIN_TYPES
+            or weight.dtype is not dtype
+            or (bias is not None and type(bias) not in PLAIN_TYPES)
+        ):
+            return None
+        found.append((weight, bias))
+    return found
+
+
+def run_dropout(layer: Any, x: Tensor) -> Tensor:
+    """``layer(x)``, which is x itself for a plain ``torch.nn.Dropout`` outside training."""
+    return x if is_identity(layer) else layer(x)
+
+
+def is_identity(dropout: Any) -> bool:
+    return is_plain(dropout, DROPOUT) and not dropout.training
+
+
+class Fp8Columns(NamedTuple):
+    """The last columns of an FP8 layer's input, quantized in blocks, beside columns not written yet.
+
+    Attributes:
+        values, scale: of all columns.
+        width: the number of columns not written yet.
+        weight: the layer's.
+        dtype: of the tensor that it stands for.
+    """
+
+    values: Tensor
+    scale: Tensor
+    width: int
+    weight: Fp8Weight
+    dtype: torch.dtype
+
+    def first(self) -> tuple[Tensor, Tensor]:
+        """Values and scale of the columns not written yet."""
+        return self.values[..., : self.width], self.scale[..., : self.width // FP8_BLOCK]
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        return self.values[..., self.width :], self.scale[..., self.width // FP8_BLOCK :]
+
+
+def fp8_columns(layer: Any, x: Any, count: int) -> Fp8Columns | None:
+    """Columns for an input of the layer with x's rows. The last ``count`` are to be written now. None
+    if it is no plain FP8 layer or the others are no whole blocks."""
+    weight = fp8_weight(layer)
+    if weight is None or not may_write() or not are_plain_linears(layer):
+        return None
+    features = weight.values.shape[1]
+    width = features - count
+    if width <= 0 or width % FP8_BLOCK or not fp8_fits(layer, weight, x, features):
+        return None
+    values = weight.values.new_empty((*x.shape[:-1], features))
+    scale = weight.scale.new_empty((*x.shape[:-1], -(-features // FP8_BLOCK)))
+    return Fp8Columns(values, scale, width, weight, x.dtype)
+
+
+def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
+    """``layer(torch.cat([first, second], dim=-1))``, without the concat if it is plain. ``second`` may be
+    ``Fp8Columns`` of this layer; then the result may be an ``Fp8Product``."""
+    if type(second) is Fp8Columns:
+        values, scale = second.first()
+        if (
+            kernels_take(first)
+            and first.shape == values.shape
+            and first.dtype is second.dtype
+            and not is_differentiated(first)
+        ):
+            functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
+            rows = QuantizedRows(second.values, second.scale, second.dtype, {})
+            return Fp8Product(rows, second.weight)
+        second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
+    plain = plain_weight(layer)
+    if (
+        plain is not None
+        and (call.state is not None or may_write())
+        and same_dtype_and_unit_stride(first, second, *plain)
+        and not is_differentiated(first, second, *plain)
+        and first.shape[:-1] == second.shape[:-1]
+        and second.is_contiguous()
+    ):
+        weight, bias = plain
+        sizes = (first.shape[-1], second.shape[-1])
+        first_weight, second_weight = weight.split_with_sizes(sizes, 1)
+        out = torch.nn.functional.linear(first, first_weight, bias)
+        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
+        return out
+    return linear(layer, torch.cat([first, second], dim=-1))
+
+
+def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | None:
+    """The layers' weights, if all are plain and without bias and ``torch.mm`` may write x's products."""
+    found = plain_weights(x.dtype, *layers)
+    if found is None or not x.is_contiguous() or not (call.state is not None or may_write()):
+        return None
+    weights = [weight for weight, bias in found if bias is None]
+    if len(weights) < len(layers) or is_differentiated(x, *weights):
+        return None
+    return weights
+
+
+def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
+    """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
+    weights = weights_of_products(call, x, activated, other)
+    if weights is None or weights[0].shape != weights[1].shape:
+        gate, up = linears(x, activated, other)
+        return torch.nn.functional.silu(gate) * up
+    size = weights[0].shape[0]
+    both = x.new_empty(*x.shape[:-1], 2 * size)
+    rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
+    for weight, out in zip(weights, outs):
+        torch.mm(rows, weight.t(), out=out)
+    return functional.swiglu(both, activated="first")
+
+
+def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
+    """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it.
+
+    ``is_branch``: whether the result is for a residual sum and may be an ``Fp8Product``.
+    """
+    if is_branch or not x.is_contiguous():
+        weights = fp8_weights_for(x, layer)
+        if weights is not None:
+            product = Fp8Product(quantized_rows(x), weights[layer])
+            return product if is_branch else product.result()
+    if x.is_contiguous() or not can_write_linear(layer, x):
+        return linear(layer, x.contiguous())
+    out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
+    write_linear(layer, x, out)
+    return out
+
+
+def can_write_linear(layer: Any, x: Tensor) -> bool:
+    """Whether ``write_linear`` takes the layer and x (B, S, D). It computes one product per sample."""
+    if (
+        not may_write()  # first, so that torch.compile sees no size compared
+        or (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE)
+        or x.stride(1) != x.shape[2]
+    ):
+        return False
+    plain = plain_weight(layer)
+    return (
+        plain is not None
+        and same_dtype_and_unit_stride(x, *plain)
+        and not is_differentiated(x, *plain)
+    )
+
+
+def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
+    """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous, or to
+    (1, S, C, H / C, d) with a product for each of the C chunks of heads."""
+    product: Any = torch.nn.functional.linear
+    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    if out.dim() == 3:
+        for sample, place in zip(x.unbind(0), out.unbind(0)):
+            product(sample, weight, bias, out=place)
+        return
+    count = out.shape[2]
+    weights = weight.chunk(count)
+    biases = [None] * count if bias is None else bias.chunk(count)
+    for place, *parameters in zip(out[0].flatten(2).unbind(1), weights, biases):
+        product(x[0], *parameters, out=place)
+
+
+def feed_forward(module: Any, x: Any) -> Tensor:
+    """A feed-forward of diffusers or FLUX, without module calls of its layers if it is plain. x may be
+    quantized.
+
+    Before an FP8 layer the activation is quantized in the pass that computes it.
+    """
+    return computed(feed_forward_branch(module, x))
+
+
+def feed_forward_branch(module: Any, x: Any) -> Any:
+    """``feed_forward`` for a residual sum, which may be an ``Fp8Product``."""
+    if is_plain(module, FEED_FORWARD):
+        net = module._modules.get("net")
+        if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
+            activation, dropout, out, *last = net._modules.values()
+            y: Any = None
+            if is_identity(dropout):
+                y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
+            if y is None:
+                y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
+            if last and not is_identity(last[0]):
+                return last[0](computed(y))
+            return y
+    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
+        layers = module._modules
+        linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
+        y = _fp8_feed_forward(activation, linear_in, out, x)
+        return linear(out, activation(linear(linear_in, x))) if y is None else y
+    return module(as_tensor(x))
+
+
+def feed_forward_weights(module: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
+    """``fp8_weights_for`` the first layer of a plain feed-forward."""
+    if is_plain(module, FEED_FORWARD):
+        net = module._modules.get("net")
+        if type(net) is nn.ModuleList and net._modules:
+            activation: Any = next(iter(net._modules.values()))
+            return fp8_weights_for(x, activation._modules.get("proj"))
+    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
+        return fp8_weights_for(x, module._modules["linear_in"])
+    return None
+
+
+def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Product | None:
+    """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
+    found = fp8_weight(out)
+    if found is None:
+        return None
+    for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
+        if type(activation) is known.cls:
+            break
+    else:
+        return None
+    inner = proj._parameters
+    if (
+        "weight" not in inner
+        or "bias" not in inner
+        or not fp8_takes(x)
+        or not fp8_fits(out, found, x, inner["weight"].shape[0] // halves)
+        or is_differentiated(*inner.values())
+        or not is_plain(activation, known)
+        or why_not(activation)
+        or not are_plain_linears(proj, out)
+    ):
+        return None
+    if known is LINEAR_GELU.known:
+        weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, proj)
+        if weights and proj in weights:
+            rows = quantized_rows(x)
+            values, scale = fp8_gelu_product(rows, weights[proj], activation.approximate)
+            return Fp8Product(QuantizedRows(values, scale, x.dtype, {}), found)
+    values, scale = operation(activation, linear(proj, x))
+    return Fp8Product(QuantizedRows(values, scale, x.dtype, {}), found)
+
+
+# --------------------------------------------------------------------------------------------------
+# diffusers' ``GELU``, the linear layer with an activation that begins its feed-forward
+
+
+def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
+    """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
+    if (
+        isinstance(x, Tensor)
+        and approximate == "tanh"
+        and x.is_cuda
+        and x.dtype in _EPILOGUE_DTYPES
+    ):
+        plain = plain_weight(layer)
+        if (
+            plain is not None
+            and plain[1] is not None
+            and same_dtype_and_unit_stride(x, *plain)
+            and x.numel() > 0
+            and not is_differentiated(x, *plain)
+            and not torch._C._are_functorch_transforms_active()  # it has no rule for torch.vmap
+        ):
+            # On CUDA the epilogue computes the tanh approximation. (On CPU the function's GELU is exact.)
+            weight, bias = plain[0], plain[1]
+            rows = x.reshape(-1, x.shape[-1])
+            out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+            return out.view(*x.shape[:-1], out.shape[-1])
+    x = linear(layer, x)
+    return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
+
+
+def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
+    """``activation(layer(x))``, in one step for a plain ``torch.nn.GELU``. x may be quantized.
+
+    The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
+    part.
+    """
+    if not is_plain(activation, GELU):
+        return activation(linear(layer, x))
+    approximate = activation.approximate
+    weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
+    if weights and layer in weights:
+        columns = fp8_columns(into, x, weights[layer].values.shape[0])
+        if columns is not None:
+            fp8_gelu_product(quantized_rows(x), weights[layer], approximate, columns.last())
+            return columns
+    return linear_gelu(layer, activation, approximate, x)
+
+
+def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
+    if "gelu" in self.__dict__:
+        return call.decline("gelu was replaced")
+    if not kernels_take(hidden_states):
+        return call.refuse(hidden_states)
+    return linear_gelu(self._modules["proj"], self.gelu, self.approximate, hidden_states)
+
+
+_GELU_CLASS = "diffusers.models.activations:GELU"
+LINEAR_GELU = PatchSpec(
+    _GELU_CLASS,
+    _gelu_forward,
+    "GELU in the matrix product's epilogue, or gelu",
+    functions=(f"{_GELU_CLASS}.gelu", "torch.nn.functional:gelu"),
+)
+# In modules that are left to torch.compile.
+UNFUSED_GELU = replace(LINEAR_GELU, left_to_compiler=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# diffusers' ``GEGLU`` and ``SwiGLU``: one operation after the linear layer
+#
+# ``ApproximateGELU`` stays because no operation computes it, ``LinearActivation`` because its activation is
+# already one launch.
+
+
+def why_not_silu(activation: Any) -> str | None:
+    """Why the kernels cannot replace an activation, or None."""
+    if not is_plain(activation, SILU):
+        return f"its activation {why_not_plain(activation, SILU)}"
+    return "its activation writes in place" if activation.inplace else None
+
+
+def _why_not_gelu(module: Any) -> str | None:
+    return "gelu was replaced" if "gelu" in module.__dict__ else None
+
+
+def _why_not_swiglu(module: Any) -> str | None:
+    return why_not_silu(module._modules.get("activation"))
+
+
+def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    if len(args) != 1 or kwargs:
+        return NotImplemented
+    spec = call.stand_in.spec
+    x = linear(self._modules["proj"], *args)
+    if is_differentiated(x):
+        call.is_counted = False
+    elif kernels_take(x):
+        return getattr(functional, spec.operations)(x)
+    else:
+        call.fall_back(why_not_taken(x))
+    x, gate = x.chunk(2, dim=-1)
+    return x * (self.gelu(gate) if spec.operations == "geglu" else self.activation(gate))
+
+
+def swiglu_spec(path: str) -> PatchSpec:
+    """A class like FLUX.2's ``Flux2SwiGLU``: ``silu(first half) * second half``."""
+    return PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
+
+
+def _why_not_plain_gate(module: Any) -> str | None:
+    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+
+
+def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
+    if not kernels_take(x):
+        return call.refuse(x)
+    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
+
+
+_ACTIVATIONS = "diffusers.models.activations"
+GEGLU = ExactSpec(
+    f"{_ACTIVATIONS}:GEGLU",
+    _gated_forward,
+    "geglu",
+    functions=("torch.nn.functional:gelu", f"{_ACTIVATIONS}:GEGLU.gelu"),
+    left_to_compiler=True,
+    parameters="self hidden_states args kwargs",
+    condition=_why_not_gelu,
+)
+GATED_ACTIVATIONS = (
+    GEGLU,
+    ExactSpec(
+        f"{_ACTIVATIONS}:SwiGLU",
+        _gated_forward,
+        "swiglu",
+        left_to_compiler=True,
+        parameters="self hidden_states",
+        condition=_why_not_swiglu,
+    ),
+)
+
+# The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
+# its result's, and the operation with a quantized result.
+_FP8_ACTIVATIONS: tuple[Any, ...] = (
+    (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: functional.gelu_fp8(h, m.approximate)),
+    (GEGLU.known, _why_not_gelu, 2, lambda _, h: functional.geglu_fp8(h)),
+    (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: functional.swiglu_fp8(h)),
+    *(
+        (known, _why_not_plain_gate, 2, lambda _, h: functional.swiglu_fp8(h, activated="first"))
+        for known in (FLUX2_SWIGLU, FLUX3_SWIGLU)
+    ),
+)

@@ -1,0 +1,262 @@
+"""FP8 linear layers, computed by ``quantize_fp8`` and ``linear_fp8``. There are two kinds:
+
+- torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear``
+  by a tensor of its own, with a scale per row or one for all;
+- diffusers' ``BFLQuantizationConfig`` loads checkpoints of FLUX that are stored in FP8 into linear layers of
+  its own, with a scale per row.
+
+Both quantize the layer's input in each call. Here the input has a scale per row in all cases. torchao
+computes its other formats: quantized weights alone, blocks of 128 elements, bounded scales.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ... import functional
+from ...conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
+from ..core import checks
+from ..core.checks import KnownClass, find_class
+from ..core.patch import Call, ExactSpec, StandIn
+from ..core.quantized_rows import QuantizedRows, quantized_rows
+
+LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
+_OF_DIFFUSERS = KnownClass(
+    "diffusers.quantizers.bfl.utils:BFLFP8RLinear", "torch.nn.functional:linear"
+)
+FP8_TENSOR = "torchao.quantization:Float8Tensor"
+_FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16)
+_MULTIPLE = 16  # of the number of input features, and of addresses
+
+
+class Fp8Weight(NamedTuple):
+    """A layer's values (N, K), their scale (N, 1) or (1, 1), and its bias."""
+
+    values: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+
+def fp8_weight(layer: Any) -> Fp8Weight | None:
+    """A layer's weight and bias for ``linear_fp8``, or None if it is no FP8 layer."""
+    parameters = layer._parameters
+    weight: Any = parameters.get("weight")
+    cls: Any = type(weight)
+    if "bias" not in parameters:  # sharding moves it
+        return None
+    bias = parameters["bias"]
+    if cls in PLAIN_TYPES:
+        if type(layer) is not _OF_DIFFUSERS.cls:
+            return None
+        values, scale = weight, layer._buffers.get("weight_scale")
+    elif cls is find_class(FP8_TENSOR):
+        values, scale = weight.qdata, weight.scale
+    else:
+        return None
+    # What was checked before is known by a reference to the values, which offloading and users replace. A
+    # weak one to the weight would forbid `module.to`.
+    is_traced = torch.compiler.is_compiling()
+    stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
+    checked = stand_in.cached if type(stand_in) is StandIn else None
+    ids = id(weight), id(scale), id(bias)
+    if checked is None or checked[0]() is not values or checked[1:] != ids:
+        if values is not weight and not _has_known_format(weight):
+            return None
+        if not _are_operands(values, scale, bias, is_traced):
+            return None
+        if values is weight and values.shape[0] % _MULTIPLE:  # its own forward computes in 16 bits
+            return None
+        if values is not weight and type(stand_in) is StandIn:
+            stand_in.cached = (weakref.ref(values), *ids)
+    return Fp8Weight(values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
+
+
+def _has_known_format(weight: Any) -> bool:
+    cls, how = type(weight), weight.act_quant_kwargs
+    return (
+        cls.tensor_data_names == ["qdata", "scale"]
+        # Such as a later torchao's scale of the input.
+        and all(getattr(weight, n) is None for n in getattr(cls, "optional_tensor_data_names", ()))
+        and how is not None
+        and how.float8_dtype is _FP8
+        and how.hp_value_lb is None
+        and how.hp_value_ub is None
+        and type(how.granularity).__name__ in ("PerTensor", "PerRow")
+        and getattr(how.granularity, "dim", -1) == -1
+    )
+
+
+def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
+    shape = values.shape
+    return (
+        values.dtype is _FP8
+        and scale is not None
+        and scale.dtype is torch.float32
+        and (is_plain(values) and is_plain(scale) and is_plain(bias))
+        and len(shape) == 2
+        and shape[1] % _MULTIPLE == 0
+        and scale.shape in ((shape[0], 1), (1, 1), (shape[0],))
+        and values.is_contiguous()
+        and scale.is_contiguous()
+        and (
+            bias is None
+            or (
+                bias.is_contiguous()
+                and bias.shape == shape[:1]
+                and bias.device == values.device == scale.device
+            )
+        )
+        # Files mapped into memory have any alignment. Tensors of a tracer have no address.
+        and (is_traced or type(values) not in PLAIN_TYPES or values.data_ptr() % _MULTIPLE == 0)
+    )
+
+
+def are_plain_linears(*layers: Any) -> bool:
+    """Whether a call of each layer runs only its library's code, and all have one class."""
+    first = layers[0]
+    known = _OF_DIFFUSERS if type(first) is _OF_DIFFUSERS.cls else LINEAR
+    return checks.is_plain(first, known, *layers[1:])
+
+
+def fp8_takes(x: Any) -> bool:
+    """Whether FP8 layers may have the input x, a tensor or quantized."""
+    return type(x) is QuantizedRows or (
+        isinstance(x, Tensor)
+        and x.dtype in _DTYPES
+        and kernels_take(x)
+        and not is_differentiated(x)
+    )
+
+
+def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
+    """Whether the kernels compute the layer's result for an input with x's dtype and device and this number
+    of features, given ``fp8_weight`` of the layer."""
+    values, _, bias = found
+    dtype = x.dtype
+    return (
+        values.shape[1] == features
+        and values.device == x.device
+        and (bias is None or bias.dtype is dtype or bias.dtype is torch.float32)
+        # diffusers' layer has a result of this dtype.
+        and layer.__dict__.get("compute_dtype", dtype) is dtype
+        and not (
+            torch.is_grad_enabled()
+            and any(p is not None and p.requires_grad for p in layer._parameters.values())
+        )
+    )
+
+
+def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
+    """The weight of each layer, if all are plain FP8 layers that take x, so that what computes x may quantize
+    it. Otherwise None."""
+    weights = {}
+    for layer in layers:
+        found = None if layer is None else fp8_weight(layer)
+        if found is None:
+            return None
+        weights[layer] = found
+    if not fp8_takes(x):
+        return None
+    for layer, found in weights.items():
+        if not fp8_fits(layer, found, x, x.shape[-1]):
+            return None
+    return weights if are_plain_linears(*layers) else None
+
+
+def are_fp8(*layers: Any) -> bool:
+    """Whether all are plain FP8 layers."""
+    return None not in map(fp8_weight, layers) and are_plain_linears(*layers)
+
+
+def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
+    """The layer's result."""
+    weight, scale, bias = found
+    return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
+
+
+class Fp8Product(NamedTuple):
+    """An FP8 layer's result that is yet to be computed: with the residual sum, if that is its next use."""
+
+    x: QuantizedRows
+    weight: Fp8Weight
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.weight.values.shape[0])
+
+    def result(self) -> Tensor:
+        return fp8_product(self.x, self.weight)
+
+    def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
+        """``residual + gate * result``, of a 16-bit residual."""
+        x, weight = self
+        return functional.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
+
+
+def computed(y: Any) -> Any:
+    """y itself, or the result of an ``Fp8Product``."""
+    return y.result() if type(y) is Fp8Product else y
+
+
+def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tensor]:
+    """The layers' results, of two or three layers in one launch."""
+    if len(found) not in (2, 3):
+        return [fp8_product(x, weight) for weight in found]
+    return functional.linears_fp8(x.values, x.scale, *zip(*found), dtype=x.dtype)
+
+
+def fp8_gelu_product(
+    x: QuantizedRows,
+    found: Fp8Weight,
+    approximate: str,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GELU of the layer's result, quantized in blocks."""
+    return functional.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
+
+
+def _forward(self: Any, call: Call, input: Tensor) -> Any:
+    found = fp8_weight(self)
+    if found is None:
+        return NotImplemented  # quantized in another way since
+    if fp8_takes(input) and fp8_fits(self, found, input, input.shape[-1]):
+        return fp8_product(quantized_rows(input), found)
+    if not isinstance(input, Tensor) or is_differentiated(input, *self._parameters.values()):
+        return NotImplemented
+    if not kernels_take(input):
+        return call.refuse(input)
+    if input.dtype not in _DTYPES:
+        return call.decline(f"linear_fp8 has no result in {dtype_name(input.dtype)}")
+    return call.decline("its weight and bias do not fit its input")
+
+
+def _forward_of_diffusers(self: Any, call: Call, inputs: Tensor) -> Any:
+    return _forward(self, call, inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Fp8LinearSpec(ExactSpec):
+    """A kind of FP8 layer, for code that calls the module, such as adapters."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return super().matches(module) and fp8_weight(module) is not None
+
+
+_HOW: dict[str, Any] = {
+    "operations": "quantize_fp8, linear_fp8",
+    "functions": ("torch.nn.functional:linear",),
+}
+FP8_LINEAR = _Fp8LinearSpec("torch.nn:Linear", _forward, **_HOW)
+FP8_LINEARS = (
+    FP8_LINEAR,
+    _Fp8LinearSpec("diffusers.quantizers.bfl.utils:BFLFP8RLinear", _forward_of_diffusers, **_HOW),
+)
+# In models in part torch.compile fuses the quantization with what comes before it.
+FP8_LINEARS_IN_PART = tuple(replace(spec, left_to_compiler=True) for spec in FP8_LINEARS)

@@ -1,0 +1,245 @@
+"""Which linear layers ``inject_kernels(precision=...)`` quantizes to FP8: a table of families."""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...conditions import PLAIN_TYPES, an, dtype_name
+from ..core.checks import class_name
+from ..core.report import InjectionReport, join
+from .fp8_linears import fp8_weight
+from .fp8_weights import is_offloaded_to_disk, weight_values
+from .lora_fusion import layers_that_adapters_read
+
+FP8, FP8_FAST = "fp8", "fp8-fast"
+PRECISIONS = (FP8, FP8_FAST)
+# A product with fewer features is limited by memory, so FP8 gains nothing.
+MIN_FEATURES = 512
+_MULTIPLE = 16  # of features, for the kernels and for torchao's own product
+_DTYPES = (torch.bfloat16, torch.float16)
+_NOT = "not quantized: "
+_ALREADY = f"{_NOT}it is quantized already"
+_NOT_IN_TABLE = "it is no attention's or feed-forward's layer in a block"
+_AT_END, _FAST_ONLY = "its block is one of the first or last", f"only {FP8_FAST} quantizes it"
+
+
+class Layers(NamedTuple):
+    """The layers of a family that are quantized. Everything else keeps its precision.
+
+    Names are patterns in which ``*`` stands for a part of a name without a dot.
+
+    Attributes:
+        blocks: its lists of blocks.
+        layers: layers of a block, by their names in it.
+        fast_only: layers that only "fp8-fast" quantizes.
+        fast_blocks: lists of blocks that only "fp8-fast" quantizes.
+        ends: the number of blocks at each end of the first list that "fp8" leaves.
+        fast_ends: the same for "fp8-fast".
+    """
+
+    blocks: tuple[str, ...]
+    layers: tuple[str, ...]
+    fast_only: tuple[str, ...] = ()
+    fast_blocks: tuple[str, ...] = ()
+    ends: int = 0
+    fast_ends: int = 0
+
+
+# Parts of blocks. An attention's projections may be fused by diffusers' fuse_qkv_projections.
+_ATTENTION = (
+    *("*attn*.to_[qkv]", "*attn*.to_qkv", "*attn*.to_kv", "*attn*.to_out.0"),
+    *("*attn*.add_[qkv]_proj", "*attn*.to_added_qkv", "*attn*.to_added_kv", "*attn*.to_add_out"),
+)
+_FEED_FORWARD = ("*ff*.net.0.proj", "*ff*.net.2")
+_TWO_LISTS = ("transformer_blocks", "single_transformer_blocks")
+
+# torchao's and SGLang's recipes quantize all but embedders, modulations and outputs. NVIDIA Model Optimizer
+# has filters for FLUX, SD 3, SDXL, Wan and Qwen-Image; of the last two it leaves blocks at each end.
+_FLUX = Layers(_TWO_LISTS, (*_ATTENTION, *_FEED_FORWARD, "proj_mlp", "proj_out"))
+# With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
+_WAN = Layers(("blocks", "vace_blocks"), _FEED_FORWARD, fast_only=_ATTENTION, ends=3, fast_ends=3)
+_ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD))
+_LTX = _ONE_LIST._replace(ends=2)  # as in Lightricks' FP8 checkpoint of LTX-2
+
+# By the family's name. Blocks that only refine the text are left: they take little time.
+LAYERS: dict[str, Layers] = {
+    "LTX-Video": _LTX,
+    "LTX-2": _LTX,
+    "Wan": _WAN,
+    "Wan-Animate": _WAN,
+    "ChronoEdit": _WAN,
+    "SkyReels-V2": _WAN,
+    "HunyuanVideo": _FLUX,
+    "HunyuanVideo 1.5": _ONE_LIST,
+    "HunyuanImage": _FLUX,
+    "CogVideoX": _ONE_LIST,
+    "Mochi": _ONE_LIST,
+    "FLUX.1": _FLUX,
+    "FLUX.2": _FLUX._replace(
+        layers=(*_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*")
+    ),
+    "FLUX.3": Layers(
+        ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
+        (*_ATTENTION, "*ff*.linear_*"),
+    ),
+    "Chroma": _FLUX,
+    "Qwen-Image": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"), ends=2
+    ),
+    "Qwen-Image 2.1": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"), ends=2
+    ),
+    "Stable Diffusion 3": _ONE_LIST,
+    "Cosmos": _ONE_LIST._replace(
+        blocks=("transformer_blocks", "control_blocks"),
+        layers=(*_ATTENTION, *_FEED_FORWARD, "*attn*.[qkv]_img"),
+    ),
+    # With modulations and embedders in FP8, too, images were reported to be noise.
+    "Z-Image": Layers(
+        ("layers", "control_layers"),
+        ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
+        fast_blocks=("noise_refiner", "control_noise_refiner"),
+    ),
+    "Lumina 2": Layers(
+        ("layers",), (*_ATTENTION, "feed_forward.linear_*"), fast_blocks=("noise_refiner",)
+    ),
+    "Krea 2": _ONE_LIST._replace(
+        layers=(*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
+    ),
+    "MiniMax-H3": _ONE_LIST,
+    "Stable Diffusion": Layers(
+        tuple(
+            f"{blocks}.*attentions.*.transformer_blocks"
+            for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
+        ),
+        (*_ATTENTION, *_FEED_FORWARD),
+    ),
+}
+
+
+def choose_layers(
+    model: nn.Module, family: str, options: dict[str, Any], report: InjectionReport
+) -> dict[str, nn.Linear]:
+    """The layers to quantize, by name. The report says why the others are left.
+
+    Raises:
+        ValueError: if weights are in another dtype, or on disk.
+    """
+    precision, keep = options["precision"], options["keep"]
+    table, prefix = LAYERS[family], report.model_name
+    if is_offloaded_to_disk(model):
+        raise ValueError(
+            f"inject_kernels: precision={precision!r} needs weights in memory, "
+            f"got {prefix or 'a model'} offloaded to disk"
+        )
+    names_of: dict[Any, list[Any]] = {}  # a layer may have several
+    for name, public_name, layer in linear_layers(model):
+        names_of.setdefault(layer, []).append((name, public_name))
+    adapters = layers_that_adapters_read(model)
+    holders = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    chosen = {}
+    for layer, names in names_of.items():
+        reasons = [
+            _why_not_in_table(model, public_name, table, precision) for _, public_name in names
+        ]
+        if any(is_named(p, prefix, *each) for p in keep for each in names):
+            reasons.append("keep names it")
+        if layer in adapters:
+            reasons.append(f"{adapters[layer]} computes with its weight")
+        if holders[id(layer.weight)] > 1:
+            reasons.append("another module has its weight, too")
+        reason = next(filter(None, [*reasons, _why_not_quantizable(layer)]), None)
+        name = names[0][0]
+        if reason is not None:
+            report.leave(name, layer, reason if reason == _ALREADY else _NOT + reason)
+            continue
+        values = weight_values(layer)
+        if values is None or values.dtype not in _DTYPES:
+            got = "no values" if values is None else dtype_name(values.dtype)
+            raise ValueError(
+                f"inject_kernels: precision={precision!r} needs weights in bfloat16 or float16, "
+                f"got {got} in {join(prefix, name)}"
+            )
+        chosen[name] = layer
+    return chosen
+
+
+def why_none(reports: Iterable[InjectionReport]) -> str | None:
+    """Why no layer was quantized: the most frequent reason, of layers in the table if there are any. None if
+    some were quantized before."""
+    left_alone = [entry.reason for report in reports for entry in report.left_alone]
+    reasons = collections.Counter(r.removeprefix(_NOT) for r in left_alone if r.startswith(_NOT))
+    of_table = (_NOT_IN_TABLE, _AT_END, _FAST_ONLY)
+    if _ALREADY in left_alone:
+        return None
+    return max(reasons, key=lambda r: (r not in of_table, r != _NOT_IN_TABLE, reasons[r]))
+
+
+def linear_layers(model: nn.Module, path: str = "", public_path: str = "") -> Iterator[Any]:
+    """(name, its name without adapters, layer) of each linear layer except those of adapters."""
+    for child_name, child in model._modules.items():
+        name, public_name = join(path, child_name), join(public_path, child_name)
+        while child is not None and "base_layer" in child._modules:  # an adapter's
+            name, child = f"{name}.base_layer", child._modules["base_layer"]
+        if isinstance(child, nn.Linear):
+            yield name, public_name, child
+        elif child is not None:
+            yield from linear_layers(child, name, public_name)
+
+
+def is_named(pattern: str, prefix: str, *names: str) -> bool:
+    """Whether a pattern matches one of a layer's names, with or without the model's name in the pipeline, or
+    the name of a module around it."""
+    paths = {path for name in names for path in (name, join(prefix, name))}
+    around = (module for path in paths for module in accumulate(path.split("."), join))
+    return any(fnmatch.fnmatchcase(module, pattern) for module in around)
+
+
+def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str) -> str | None:
+    for number, blocks in enumerate(table.blocks + table.fast_blocks):
+        match = re.fullmatch(rf"({_expression(blocks)})\.(\d+)\.(.*)", name)
+        if match is None or not _is_one_of(table.layers + table.fast_only, match[3]):
+            continue
+        path, index, layer = match[1], int(match[2]), match[3]
+        length = len(model.get_submodule(path)._modules)
+        ends, fast_ends = (table.ends, table.fast_ends) if number == 0 else (0, 0)
+        from_end = min(index, length - 1 - index)
+        if from_end < fast_ends:
+            return _AT_END
+        is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
+        if precision == FP8 and (is_fast or from_end < ends):
+            return _FAST_ONLY
+        return None
+    return _NOT_IN_TABLE
+
+
+def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
+    return any(re.fullmatch(_expression(pattern), name) for pattern in patterns)
+
+
+def _expression(pattern: str) -> str:
+    escaped = re.escape(pattern).replace(r"\*", "[^.]*")
+    return escaped.replace(r"\[", "[").replace(r"\]", "]")
+
+
+def _why_not_quantizable(layer: nn.Linear) -> str | None:
+    if fp8_weight(layer) is not None:
+        return _ALREADY
+    if type(layer) is not nn.Linear:
+        return f"it is {an(class_name(layer))}"
+    weight: Any = layer.weight
+    if type(weight) not in PLAIN_TYPES:
+        return _ALREADY if hasattr(weight, "qdata") else f"its weight is {an(class_name(weight))}"
+    if min(weight.shape) < MIN_FEATURES:
+        return f"it has fewer than {MIN_FEATURES} features in or out"
+    if any(size % _MULTIPLE for size in weight.shape):
+        return f"its features in or out are not a multiple of {_MULTIPLE}"
+    return None
