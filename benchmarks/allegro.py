@@ -9,7 +9,6 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "Allegro, 4 blocks", "tiny Allegro"
-RESULT = "allegro"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 512
 SIZES, TINY_SIZES = (VideoSize(40, 368, 640),), (VideoSize(8, 64, 96),)

@@ -11,7 +11,6 @@ from diffusers import AuraFlowTransformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "AuraFlow, 1 + 8 blocks", "tiny AuraFlow"
-RESULT = "auraflow"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 256
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)

@@ -78,7 +78,7 @@ def main(output: Path | None) -> None:
     formats = ("", ".2e", *[".1f"] * 4)
     click.echo(tabulate(rows, ["inputs", *results[TYPICAL[0]]], floatfmt=formats))
     environment = record.environment(torch.device("cpu"))
-    output = record.destination(output, "attention_8bit", environment)
+    output = record.destination(output, "attention_8bit")
     if output is not None:
         record.write(
             output, {"environment": environment, "shape": SHAPE, "attention_8bit": results}

@@ -300,7 +300,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
         "operations": operations,
         "models": distances,
     }
-    output = record.destination(output, "accuracy", results["environment"])
+    output = record.destination(output, "accuracy")
     if output is not None:
         record.write(output, results)
         click.echo(f"\nWrote {output}")

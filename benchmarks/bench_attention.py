@@ -325,7 +325,7 @@ def read_ceilings(
 ) -> tuple[dict[str, float], dict[str, object]]:
     """The measures of CEILINGS by name, if they are of this kind of GPU, and a note for the record."""
     here = record.environment(device)["device"]
-    result = history.newest("ceilings", here) if path is None else history.load(path)
+    result = history.newest("ceilings", here) if path is None else history.load(path)[-1]
     if result is None:
         return {}, {"left_out": f"there are none for {here}: run benchmarks/ceilings/run.py"}
     measured_on = result["environment"]["device"]
@@ -423,7 +423,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
         entries += [measure(w, kinds[w], settings) for w in workloads if kinds[w]]
     show(entries)
     clocks.show(result["clocks"])
-    output = record.destination(output, "attention", result["environment"])
+    output = record.destination(output, "attention")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -64,7 +64,7 @@ def main(device, tiny, rounds, output) -> None:
         for e in entries
     ]
     click.echo(tabulate(rows, ["", "us without", "us with"], floatfmt=".3f"))
-    output = record.destination(output, "attention_lse", result["environment"])
+    output = record.destination(output, "attention_lse")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

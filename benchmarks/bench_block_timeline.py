@@ -67,7 +67,7 @@ def middle_block(events: Iterable[dict]) -> list[dict[str, object]]:
     begin = _start(block[0])
     return [
         {
-            "name": kernel["name"],
+            "name": kernel_times.short_name(kernel["name"]),
             "class": kind(kernel["name"]),
             "start_us": round(_start(kernel) - begin, 3),
             "end_us": round(_start(kernel) + kernel["dur"] - begin, 3),
@@ -98,7 +98,7 @@ def main(device, output) -> None:
         "weights": WEIGHTS,
         "modes": {},
     }
-    output = record.destination(output, "block_timeline", result["environment"])
+    output = record.destination(output, "block_timeline")
     with models.weights(model, WEIGHTS):
         for mode in MODES:
             instance = models.twin(model)

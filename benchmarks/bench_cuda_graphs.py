@@ -281,7 +281,7 @@ def measure_model(
             continue
         weights = settings.weights[:1] if is_small else settings.weights
         yield {
-            "name": published.RESULT,
+            "name": published.__name__,
             "model": models.name_of(published, settings.tiny),
             "input": kind,
             "size": str(size),
@@ -364,7 +364,7 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
         "graph_forwards": [],
     }
     neutral = ("sizes",) if is_whole(model, sizes) else ()
-    output = record.destination(output, "cuda_graphs", result["environment"], neutral)
+    output = record.destination(output, "cuda_graphs", neutral)
     failed = []
     for published in model:
         try:

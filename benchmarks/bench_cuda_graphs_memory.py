@@ -187,7 +187,7 @@ def main(calls, limit, device, dtype, output) -> None:
         **measure(kernel, device, dtype, calls, limit),
     }
     show(result)
-    output = record.destination(output, "cuda_graphs_memory", result["environment"])
+    output = record.destination(output, "cuda_graphs_memory")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -167,7 +167,7 @@ def main(device, tiny, seconds, output) -> None:
     """Measure the energy of each operation in a loop of its own."""
     kernel, _ = models.load_kernel()
     result: dict[str, Any] = {"environment": record.environment(device), "loops": []}
-    output = record.destination(output, "energy", result["environment"], ("seconds",))
+    output = record.destination(output, "energy", ("seconds",))
     for model, what, shape, calls in operations(kernel, device, tiny):
         for by, of_sets in calls:
             entry = {"model": model, "operation": what, "shape": shape, "by": by}

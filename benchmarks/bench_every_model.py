@@ -348,7 +348,7 @@ def main(device, tiny, only, rounds, output) -> None:
         "every_model": [],
         "not_measured": {},
     }
-    output = record.destination(output, "every_model", result["environment"])
+    output = record.destination(output, "every_model")
     chosen = [e for e in entries(tiny) if only is None or re.search(only, f"{e.group} {e.name}")]
     for entry in chosen:
         try:

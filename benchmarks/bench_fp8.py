@@ -301,7 +301,7 @@ def main(device, tiny, rounds, output) -> None:
         }
     show(result)
     clocks.show(result["clocks"])
-    output = record.destination(output, "fp8", result["environment"])
+    output = record.destination(output, "fp8")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

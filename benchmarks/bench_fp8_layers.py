@@ -152,7 +152,7 @@ def main(model, weights, device, tiny, output) -> None:
     torch.set_float32_matmul_precision("highest")  # of the float32 model
     kernel, _ = models.load_kernel()
     result: dict[str, Any] = {"environment": record.environment(device), "fp8_layers": []}
-    output = record.destination(output, "fp8_layers", result["environment"])
+    output = record.destination(output, "fp8_layers")
     for published in model:
         if published is None:
             entry = measure_trained(kernel, device, tiny)

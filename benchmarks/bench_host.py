@@ -137,7 +137,7 @@ def main(device, rounds, output) -> None:
         for c in result["calls"]
     ]
     click.echo(tabulate(rows, ["", "us a call", "spread", f"over {YARDSTICK}"], floatfmt=".2f"))
-    output = record.destination(output, "host", result["environment"])
+    output = record.destination(output, "host")
     record.write(output, result)
     click.echo(f"Wrote {output}")
 

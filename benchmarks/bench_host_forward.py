@@ -205,7 +205,7 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
     }
     has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
     neutral = ("conditions", "weights") if has_default else ()
-    output = record.destination(output, "host_forward", result["environment"], neutral)
+    output = record.destination(output, "host_forward", neutral)
     failed: list[str] = []
     for published, condition, of_weights in itertools.product(chosen, conditions, weights):
         try:

@@ -319,7 +319,7 @@ def main(device, tiny, entries, rounds, output) -> None:
         "rounds": rounds,
         "in_part": [],
     }
-    output = record.destination(output, "in_part", result["environment"])
+    output = record.destination(output, "in_part")
     for entry in entries:
         result["in_part"].append(measure(entry, kernel, device, tiny, rounds))
         models.free(device)

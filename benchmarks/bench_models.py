@@ -10,9 +10,8 @@ set of weights and take turns, first with random weights, then with query and ke
 peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier channels. The weights change in
 place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
 mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone.
-Writes to benchmarks/results/<the model's name>, or models for LTX-Video; with modes in FP8 to
-fp8_<the module's name>, fp8_compiled_<the module's name> if one of them is compiled, or
-fp8_back_to_back_<the module's name> with --calls:
+Writes to benchmarks/results/models.json, with modes in FP8 to fp8_models.json, where results with a compiled
+mode, or with --calls, have names of their own:
 
     python benchmarks/bench_models.py
     python benchmarks/bench_models.py --model all
@@ -282,7 +281,7 @@ def measure_model(
     settings: Settings,
     tiny: bool,
     head: dict[str, Any],
-    path: Path | None,
+    path: record.Destination | None,
 ) -> None:
     """Measure all sizes of one model, and write each to `path`; `head` has the result's first entries."""
     published, device = settings.published, settings.device
@@ -310,27 +309,21 @@ def measure_model(
 
 
 def destination(
-    output: Path | None,
-    published: ModuleType,
-    several: bool,
-    modes: list[str],
-    calls: int,
-    environment: dict,
-) -> Path | None:
-    """The path of a model's result. Modes beyond the default ones do not prevent its storage."""
-    name, default, neutral = published.RESULT, models.DEFAULT_MODES, ("modes", "has_memory")
+    output: Path | None, published: ModuleType, several: bool, modes: list[str], calls: int
+) -> record.Destination | None:
+    """Where a model's result goes. Modes beyond the default ones do not prevent its storage."""
+    name, default, neutral = "models/{}", models.DEFAULT_MODES, ("modes", "has_memory")
     if not set(models.FP8_MODES).isdisjoint(modes):
-        name, default = f"fp8_{published.__name__}", FP8_DEFAULT_MODES
+        name, default = "fp8_models/{}", FP8_DEFAULT_MODES
         neutral += ("weights", "has_distance")
         if models.TORCHAO_COMPILED in modes:
-            name, neutral = f"fp8_compiled_{published.__name__}", (*neutral, "sizes")
+            name, neutral = "fp8_models/{}_compiled", (*neutral, "sizes")
         elif calls > 1:
-            name, neutral = f"fp8_back_to_back_{published.__name__}", (*neutral, "calls")
+            name, neutral = "fp8_models/{}_back_to_back", (*neutral, "calls")
+    name = name.format(published.__name__)
     if output is not None and several:
         return output / f"{name}.json"
-    return record.destination(
-        output, name, environment, neutral if set(default) <= set(modes) else ()
-    )
+    return record.destination(output, name, neutral if set(default) <= set(modes) else ())
 
 
 @click.command()
@@ -369,7 +362,7 @@ def destination(
     is_flag=True,
     help="Also measure each mode's memory, with a model of its own. Compiled modes are left out.",
 )
-@record.output_option("<the model's name>", takes_folder=True)
+@record.output_option("models", takes_folder=True)
 @torch.no_grad()
 def main(
     model,
@@ -408,7 +401,7 @@ def main(
             "pause_s": pause_s,
             "get_kernel_s": load_seconds,
         }
-        path = destination(output, published, several, modes, calls, head["environment"])
+        path = destination(output, published, several, modes, calls)
         try:
             measure_model(kernel, sizes, settings, tiny, head, path)
         except Exception:

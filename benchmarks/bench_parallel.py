@@ -40,7 +40,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 from unittest import mock
@@ -655,9 +654,9 @@ def main(modelled, workloads, degrees, blocks, rounds, device, dtype, tiny, outp
             result["gpus"] = processes
             launcher = f"torchrun --standalone --nproc-per-node {processes} "
             environment["command"] = launcher + environment["command"].partition(" ")[2]
-        path: Path | None = None
+        path: record.Destination | None = None
         if ranks.rank == 0:
-            path = record.destination(output, name, environment, ("modelled",))
+            path = record.destination(output, name, ("modelled",))
 
         def save() -> None:
             if path is not None:

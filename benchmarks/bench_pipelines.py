@@ -229,7 +229,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
     name, neutral = "pipelines", ("pipelines",)
     if not set(models.FP8_MODES).isdisjoint(modes):
         name, neutral = "fp8_pipelines", ("pipelines", "modes", "steps")
-    output = record.destination(output, name, result["environment"], neutral)
+    output = record.destination(output, name, neutral)
     for pipeline in pipelines:
         entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
         result["pipelines"].append(entry)

@@ -165,7 +165,7 @@ def main(device: torch.device, tiny: bool, output: Path | None) -> None:
         "captions": [scene.caption for scene in scenes],
         "attention_heads": entries,
     }
-    output = record.destination(output, NAME, environment)
+    output = record.destination(output, NAME)
     if output is not None:
         record.write(output, result)
         click.echo(f"\nWrote {output}")

@@ -257,7 +257,7 @@ def main(device, tiny, rounds, steps, samples, output) -> None:
     """Time training of LTX-Video's blocks, and compare gradients and loss curves of LoRA training."""
     kernel, _ = models.load_kernel()
     result = {"environment": record.environment(device), "dtype": record.dtype_name(DTYPE)}
-    output = record.destination(output, "training", result["environment"])
+    output = record.destination(output, "training")
     result["blocks"] = measure_blocks(kernel, device, tiny, rounds)
     models.free(device)
     if output is not None:

@@ -11,7 +11,6 @@ from diffusers import ChromaTransformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Chroma, 5 + 10 blocks", "tiny Chroma"
-RESULT = "chroma"
 BATCH = 1  # guidance is a forward of its own
 TEXT_TOKENS, PROMPT_TOKENS = 512, 96  # the rest is padding
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)

@@ -10,7 +10,6 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_regi
 from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "CogVideoX-5b, 5 blocks", "tiny CogVideoX"
-RESULT = "cogvideox"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 226  # padded without a mask
 SIZES, TINY_SIZES = (VideoSize(49, 480, 720),), (VideoSize(5, 64, 96),)

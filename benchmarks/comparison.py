@@ -461,7 +461,7 @@ def command(family: Family, help_: str) -> click.Command:
                 )
         show(entries)
         clocks.show(result["clocks"])
-        output = record.destination(output, family.name, result["environment"])
+        output = record.destination(output, family.name)
         if output is not None:
             record.write(output, result)
             click.echo(f"Wrote {output}")

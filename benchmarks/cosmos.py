@@ -11,7 +11,6 @@ from diffusers import CosmosTransformer3DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Cosmos-Predict2 2B", "tiny Cosmos-Predict2"
-RESULT = "cosmos"
 BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 512
 SIZES, TINY_SIZES = (ImageSize(768, 1360),), (ImageSize(64, 96),)

@@ -11,7 +11,6 @@ from diffusers import FluxTransformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "FLUX.1, 5 + 10 blocks", "tiny FLUX.1"
-RESULT = "flux"
 BATCH = 1  # the published model is distilled: guidance is an input
 TEXT_TOKENS = 512
 GUIDANCE = 3.5

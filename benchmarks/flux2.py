@@ -11,7 +11,6 @@ from diffusers import Flux2Transformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "FLUX.2, 2 + 6 blocks", "tiny FLUX.2"
-RESULT = "flux2"
 BATCH = 1  # the published model is distilled: guidance is an input
 TEXT_TOKENS = 512
 GUIDANCE = 4.0

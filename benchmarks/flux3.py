@@ -11,7 +11,6 @@ from diffusers import Flux3Transformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "FLUX.3, 2 + 6 blocks", "tiny FLUX.3"
-RESULT = "flux3"
 BATCH = 1  # guidance is a forward of its own
 TEXT_TOKENS = 160  # padded to a multiple of 80 without a mask
 IMAGE_ROPE_SCALE = 0.5

@@ -1,6 +1,8 @@
-"""Results, stored by date, commit and card: benchmarks/results/<benchmark>/<date>-<commit>-<card>.json.
+"""Results by benchmark: benchmarks/results/<benchmark>.json is a list of the newest ones of each card.
 
-No result is overwritten. The documents show one result per benchmark, chosen by `shown`.
+Older ones are in Git's history. A benchmark of several models, such as models/flux, has one file for all of
+them, where "name" of a result says whose it is. The documents show one result per benchmark, chosen by
+`shown`, or the newest parts of several, chosen by `gathered`.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# What earlier versions had. Results keep what was measured of it, and nothing shows it.
-REMOVED_OPERATIONS = (
-    *("norm_rope", "gated_gelu", "gated_silu"),
-    *("rms_norm_modulate_pair", "gated_residual_rms_norm_modulate_pair"),
+# Of these a run may measure a part: a new result replaces only one with the same options.
+IN_PARTS = (
+    *("models", "cuda_graphs", "host_forward", "pipelines", "fp8_pipelines"),
+    *("parallel", "parallel_modelled"),
 )
+LINE = 200  # characters: what fits is not broken into several lines
 
 
 def card(environment: Mapping) -> str:
@@ -34,32 +37,62 @@ def commit(environment: Mapping) -> str | None:
     return environment.get("commit")
 
 
-def path(name: str, environment: Mapping, results: Path = RESULTS) -> Path:
-    """The path of a benchmark's result from this environment."""
-    date, time, _ = environment["date"].split()
-    moment = f"{date}T{time.replace(':', '')}"
-    stem = "-".join(filter(None, [moment, commit(environment), card(environment)]))
-    return results / name / f"{stem}.json"
+def path(name: str, results: Path = RESULTS) -> Path:
+    """The file with the results of a benchmark: for "models/flux" models.json."""
+    return results / f"{name.partition('/')[0]}.json"
 
 
-def load(path: Path) -> dict:
-    """The result without its entries of REMOVED_OPERATIONS."""
-    result = json.loads(path.read_text(encoding="utf-8"))
-    for part in ("workloads", "operations", "calls", "kernels"):
-        if part in result:
-            result[part] = [e for e in result[part] if operation(e) not in REMOVED_OPERATIONS]
-    return result
+def load(path: Path) -> list[dict]:
+    """All results of a file, which may also be one that --output wrote."""
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    return loaded if isinstance(loaded, list) else [loaded]
 
 
-def operation(entry: Mapping) -> str:
-    """The operation of a result's entry, without its variant and shape."""
-    return re.split(r"[, ]", entry.get("operation") or entry["workload"])[0]
+def compact(value: object) -> str:
+    """JSON without spaces, in which only what is longer than a line is broken into lines."""
+    line = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    if len(line) <= LINE or not isinstance(value, dict | list):
+        return line
+    if isinstance(value, dict):
+        parts = (f"{json.dumps(key)}:{compact(part)}" for key, part in value.items())
+        return "{" + ",\n".join(parts) + "}"
+    return "[" + ",\n".join(map(compact, value)) + "]"
+
+
+def store(name: str, result: Mapping, results: Path = RESULTS) -> None:
+    """Adds a result in the place of the card's older one."""
+    part = name.partition("/")[2]
+    target = path(name, results)
+    result = {"name": part, **result} if part else result
+    stored = load(target) if target.exists() else []
+    older = replaced(name, result, stored)
+    others = [other for other in stored if other not in older]
+    ordered = sorted([*others, result], key=lambda one: (one.get("name", ""), date(one)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(compact(ordered) + "\n", encoding="utf-8")
+
+
+def replaced(name: str, result: Mapping, stored: Sequence[Mapping]) -> list[Mapping]:
+    """The stored results in whose place a new one comes."""
+
+    def identity(result: Mapping) -> Hashable:
+        environment, has_parts = result["environment"], name.partition("/")[0] in IN_PARTS
+        # The script's path may change.
+        options = environment["command"].partition(".py")[2] if has_parts else ""
+        return result.get("name"), card(environment), options
+
+    return [other for other in stored if identity(other) == identity(result)]
+
+
+def date(result: Mapping) -> str:
+    return result["environment"]["date"]
 
 
 def kept(name: str, results: Path = RESULTS) -> list[dict]:
-    """All results of a benchmark, oldest first, by their recorded time."""
-    loaded = [load(path) for path in sorted((results / name).glob("*.json"))]
-    return sorted(loaded, key=lambda result: result["environment"]["date"])
+    """The results of a benchmark, oldest first, by their recorded time."""
+    target, part = path(name, results), name.partition("/")[2]
+    stored = load(target) if target.exists() else []
+    return sorted((one for one in stored if one.get("name", "") == part), key=date)
 
 
 def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
@@ -68,21 +101,11 @@ def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:
     return ours[-1] if ours else None
 
 
-def shown(
-    name: str,
-    results: Path = RESULTS,
-    counts: Callable[[dict], bool] = lambda result: True,
-    cards: Sequence[str] = (),
-) -> dict | None:
-    """The result that the documents show: the newest that counts, of the first of `cards` that has one,
-    otherwise of any GPU, otherwise of any device."""
-    counted = [result for result in kept(name, results) if counts(result)]
-    of_card = {card(result["environment"]): result for result in counted}
-    for wanted in cards:
-        if wanted in of_card:
-            return of_card[wanted]
-    of_gpus = [r for r in counted if r["environment"]["device"].startswith("NVIDIA")]
-    return (of_gpus or counted or [None])[-1]
+def shown(name: str, results: Path = RESULTS) -> dict | None:
+    """The result that the documents show: the newest of any GPU, otherwise of any device."""
+    stored = kept(name, results)
+    of_gpus = [r for r in stored if r["environment"]["device"].startswith("NVIDIA")]
+    return (of_gpus or stored or [None])[-1]
 
 
 def gathered(

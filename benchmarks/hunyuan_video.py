@@ -8,7 +8,6 @@ from diffusers import HunyuanVideoTransformer3DModel
 from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "HunyuanVideo, 2 + 4 blocks", "tiny HunyuanVideo"
-RESULT = "hunyuan_video"
 BATCH = 1  # the published model is distilled: guidance is an input
 TEXT_TOKENS, PROMPT_TOKENS = 256, 96  # the rest is padding
 GUIDANCE = 6.0

@@ -8,7 +8,6 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "HunyuanVideo 1.5, 4 blocks", "tiny HunyuanVideo 1.5"
-RESULT = "hunyuan_video15"
 BATCH = 1  # guidance is a forward of its own
 TEXT_TOKENS, PROMPT_TOKENS = 1000, 96  # the rest is padding
 GLYPH_TOKENS, IMAGE_TOKENS = 256, 729  # padding: the prompt quotes no text, and there is no image

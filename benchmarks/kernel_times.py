@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -15,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 
 from kernel_classes import CLASSES, PACKAGE, classify
 
+# What every name has, or all of one library's.
+COMMON = re.compile(r"^void |\(anonymous namespace\)::|\b(h100_diffusers_kernels|at::native)::")
+LONGEST_NAME = 60  # characters
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
 
 
@@ -32,6 +36,11 @@ def trace(forward: Callable[[], object], calls: int) -> list[dict]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return json.loads(path.read_text())["traceEvents"]
+
+
+def short_name(kernel: str) -> str:
+    """For results: without COMMON, and cut."""
+    return COMMON.sub("", kernel)[:LONGEST_NAME]
 
 
 def idle(intervals: Iterable[tuple[float, float]]) -> float:
@@ -71,7 +80,7 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
 
     kernels = [
         {
-            "name": name,
+            "name": short_name(name),
             "class": classify(name),
             "ours": PACKAGE in name,
             "ms": times[name] / calls,
@@ -92,7 +101,6 @@ def breakdown(events: Iterable[dict], calls: int, top: int = 15) -> dict[str, ob
             key: total([kernel for kernel in kernels if kernel["class"] == key]) for key in CLASSES
         },
         "ours": total([kernel for kernel in kernels if kernel["ours"]]),
-        # Full names: two instantiations of a template differ only in their arguments.
         "largest_others": others[:top],
         "all_ours": [kernel for kernel in kernels if kernel["ours"]],
         "products_and_attention": [k for k in kernels if k["class"] != "other"][:top],

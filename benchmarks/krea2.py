@@ -8,7 +8,6 @@ from diffusers import Krea2Transformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Krea 2, 4 blocks", "tiny Krea 2"
-RESULT = "krea2"
 BATCH = 1  # guidance is a forward of its own
 TEXT_TOKENS, PROMPT_TOKENS = 512, 96  # padding follows, then the end of the chat template
 SUFFIX_TOKENS = 5

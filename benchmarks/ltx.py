@@ -15,7 +15,6 @@ from diffusers import (
 )
 
 NAME, TINY_NAME = "LTX-Video 2B", "tiny LTX-Video"
-RESULT = "models"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 128
 FRAME_RATE = 25

@@ -9,7 +9,6 @@ from diffusers import LTX2VideoTransformer3DModel
 from ltx import VideoSize
 
 NAME, TINY_NAME = "LTX-2, 4 blocks", "tiny LTX-2"
-RESULT = "ltx2"
 BATCH = 2  # with guidance
 # None is masked: the pipeline's connectors put registers in the place of padding.
 TEXT_TOKENS = 1024

@@ -18,6 +18,5 @@ from ltx2 import (  # noqa: F401
 )
 
 NAME, TINY_NAME = "LTX-2 distilled, 4 blocks", "tiny LTX-2 distilled"
-RESULT = "ltx2_distilled"
 BATCH = 1
 inputs = functools.partial(ltx2.inputs, batch=BATCH)

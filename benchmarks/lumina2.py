@@ -8,7 +8,6 @@ from diffusers import Lumina2Transformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Lumina 2, 8 blocks", "tiny Lumina 2"
-RESULT = "lumina2"
 BATCH = 1  # guidance is a forward of its own
 TEXT_TOKENS, PROMPT_TOKENS = 256, 128  # with the system prompt; the rest is padding
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)

@@ -11,7 +11,6 @@ from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.minimax_h3 import before_denoise, modular_pipeline
 
 NAME, TINY_NAME = "MiniMax-H3, 3 blocks", "tiny MiniMax-H3"
-RESULT = "minimax_h3"
 BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 256  # of the prompt, without padding
 TOKEN_PIXELS = 32  # 16 of the autoencoder times 2 of a patch

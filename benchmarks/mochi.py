@@ -26,7 +26,6 @@ def parse_size(text: str) -> Size:
 
 
 NAME, TINY_NAME = "Mochi, 4 blocks", "tiny Mochi"
-RESULT = "mochi"
 BATCH = 2  # with guidance
 TEXT_TOKENS, PROMPT_TOKENS = 256, 96  # the rest is padding
 SIZES, TINY_SIZES = (Size(85, 480, 848),), (Size(7, 64, 96),)

@@ -1,7 +1,7 @@
 """What the benchmarks of models share: the kernel package, random weights, and the modes compared.
 
-A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, the RESULT that
-bench_models.py writes, BATCH and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
+A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, BATCH
+and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
 the `transformer` (or what else denoises) and the `inputs` of a forward; SMALL are the arguments of `inputs`
 that bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies
 by 1000 in its own dtype.

@@ -28,6 +28,7 @@ import bench_norm
 import bench_rope
 import bench_softmax
 import click
+import kernel_times
 import models
 import record
 import torch
@@ -293,10 +294,16 @@ def main(names: tuple[str, ...], output: Path | None, under_ncu: bool) -> None:
         "environment": record.environment(torch.device("cuda")),
         "targets": {"dram_percent": DRAM_TARGET, "occupancy_percent": OCCUPANCY_TARGET},
         "kernels": [
-            {**vars(p), "largest_stall": p.largest_stall, "misses": p.misses} for p in profiles
+            {
+                **vars(p),
+                "kernel": kernel_times.short_name(p.kernel),
+                "largest_stall": p.largest_stall,
+                "misses": p.misses,
+            }
+            for p in profiles
         ],
     }
-    output = record.destination(output, "profile", result["environment"])
+    output = record.destination(output, "profile")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

@@ -8,7 +8,6 @@ from diffusers import QwenImageTransformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Qwen-Image, 6 blocks", "tiny Qwen-Image"
-RESULT = "qwenimage"
 BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 128  # of the prompt, without padding and mask
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)

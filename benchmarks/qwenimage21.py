@@ -9,7 +9,6 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Qwen-Image 2.1, 6 blocks", "tiny Qwen-Image 2.1"
-RESULT = "qwenimage21"
 BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 128  # of the prompt, without padding and mask
 SLOT_TOKENS = 4  # of the image in a slot of the text encoder's sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import platform
 import shlex
 import sys
@@ -83,8 +82,8 @@ def output_option(name: str, takes_folder: bool = False) -> Callable:
     return click.option(
         "--output",
         type=click.Path(dir_okay=takes_folder, path_type=Path),
-        help=f"JSON file, if not benchmarks/results/{name}/<date>-<commit>-<card>.json, where only the "
-        f"result of the whole benchmark goes.{of_several}",
+        help=f"JSON file, if not benchmarks/results/{name}.json, where only the result of the whole "
+        f"benchmark goes.{of_several}",
     )
 
 
@@ -93,15 +92,13 @@ NEUTRAL_OPTIONS = {
     *("device", "model", "output", "rounds", "ceilings_path"),
     *("compile_processes", "profiled_calls", "under_ncu"),
 }
+Destination = Path | str  # a file, or the name of a stored benchmark
 
 
 def destination(
-    output: Path | None,
-    name: str,
-    environment: dict[str, object],
-    neutral: Collection[str] = (),
-) -> Path | None:
-    """The path of the running command's result: --output, otherwise among the stored results.
+    output: Path | None, name: str, neutral: Collection[str] = ()
+) -> Destination | None:
+    """Where the running command's result goes: --output, otherwise the name, for the stored results.
 
     Only complete benchmarks are stored. With options other than NEUTRAL_OPTIONS and `neutral` it prints a
     note and returns None.
@@ -118,9 +115,12 @@ def destination(
         options = ", ".join(sorted(others))
         click.echo(f"Incomplete benchmark, with {options}: it is only written with --output.")
         return None
-    return history.path(name, environment, history.RESULTS)
+    return name
 
 
-def write(path: Path, record: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+def write(where: Destination, result: dict[str, object]) -> None:
+    if isinstance(where, str):
+        history.store(where, result)
+        return
+    where.parent.mkdir(parents=True, exist_ok=True)
+    where.write_text(history.compact(result) + "\n", encoding="utf-8")

@@ -8,7 +8,6 @@ from diffusers import SD3Transformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Stable Diffusion 3.5 Large, 8 blocks", "tiny Stable Diffusion 3.5"
-RESULT = "sd3"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 333  # 77 of CLIP and 256 of T5
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)

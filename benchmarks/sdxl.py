@@ -12,7 +12,6 @@ from diffusers import UNet2DConditionModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Stable Diffusion XL", "tiny Stable Diffusion XL"
-RESULT = "sdxl"
 BATCH = 2  # with guidance
 TEXT_TOKENS = 77
 # The widest attentions have one token per 16x16 pixels, as the sizes assume.

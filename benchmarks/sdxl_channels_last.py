@@ -21,7 +21,6 @@ from sdxl import (  # noqa: F401
 )
 
 NAME, TINY_NAME = (f"{name}, channels last" for name in (sdxl.NAME, sdxl.TINY_NAME))
-RESULT = "sdxl_channels_last"
 
 
 def transformer(

@@ -11,7 +11,6 @@ from diffusers import WanTransformer3DModel
 from sizes import VideoSize, parse_video_size
 
 NAME, TINY_NAME = "Wan 2.1 14B, 3 blocks", "tiny Wan 2.1"
-RESULT = "wan"
 BATCH = 1  # guidance takes a separate forward
 TEXT_TOKENS = 512
 SIZES, TINY_SIZES = (VideoSize(81, 480, 832),), (VideoSize(5, 64, 96),)

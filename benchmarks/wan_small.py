@@ -16,7 +16,6 @@ from wan import (  # noqa: F401
 )
 
 NAME, TINY_NAME = "Wan 2.1 1.3B, 6 blocks", "tiny Wan 2.1 1.3B"
-RESULT = "wan_small"
 TRANSFORMER = {"num_layers": 6, "num_attention_heads": 12, "ffn_dim": 8960}
 PUBLISHED_BLOCKS = {"blocks": 30}
 transformer = models.builder(WanTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)

@@ -8,7 +8,6 @@ from diffusers import ZImageTransformer2DModel
 from sizes import ImageSize, parse_image_size
 
 NAME, TINY_NAME = "Z-Image, 8 blocks", "tiny Z-Image"
-RESULT = "z_image"
 BATCH = 1  # the published model is distilled
 TEXT_TOKENS = 96  # of the prompt: the pipeline passes no padding
 SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 128),)

@@ -32,9 +32,7 @@ ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", 
 
 def store(results, name, result):
     """Writes the only result of a benchmark."""
-    folder = results / name
-    folder.mkdir(exist_ok=True)
-    (folder / "only.json").write_text(json.dumps(result))
+    history.path(name, results).write_text(json.dumps([result]))
 
 
 def load(results, name):

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from click.testing import CliRunner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmark_results import ENVIRONMENT, load, rendered, rows_of, store
+from benchmark_results import ENVIRONMENT, load, rows_of, store
 from conftest import CHECKOUT
 from processes import run
 from ranks import in_ranks
@@ -27,7 +27,6 @@ import compare_results
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
-TABLES = ["parallel", "parallel_modelled", "parallel_copies", "attention_lse"]
 
 
 def check_entry(entry, degree):
@@ -54,7 +53,7 @@ def test_two_processes(kernel, tmp_path):
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("benchmarks/bench_parallel.py", "--device", "cpu", "--tiny"),
         *("--models", "wan,ltx_masked", "--blocks", "1", "--rounds", "2"),
-        *("--output", tmp_path / "parallel" / "only.json"),
+        *("--output", tmp_path / "parallel.json"),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=CHECKOUT,
         timeout=900,
@@ -87,8 +86,7 @@ def modelled(device, path, *arguments):
 
 def test_modelled_ranks(kernel, device, tmp_path):
     """Two heads cannot be shared by four ranks: these modes are recorded as failed, the others run."""
-    (tmp_path / "parallel_modelled").mkdir()
-    path = tmp_path / "parallel_modelled" / "only.json"
+    path = tmp_path / "parallel_modelled.json"
     result = modelled(device, path, "--models", "flux", "--degrees", "2,4")
     (entry,) = result["parallel"]
     check_entry(entry, 2)
@@ -272,27 +270,19 @@ def test_tables_of_gpus(tmp_path):
 
 def test_tables_of_modelled_ranks(tmp_path):
     entry = entry_of(TIMES, sent=True)
-    entry["modes"]["injected+ulysses4"]["copies"] = {"launches": 12.0, "ms": 0.5}
     store(tmp_path, "parallel_modelled", {"environment": ENVIRONMENT, "parallel": [entry]})
     assert rows_of(tmp_path, "parallel_modelled")[1] == [
         *(WAN, "Ulysses 4", "6.0 ms", "4.0 ms", "1.50×", "0.37 GB", "5.0 ms", "2.40× (60%)")
     ]
-    assert rows_of(tmp_path, "parallel_copies")[1] == [WAN, "Ulysses 4", "", "", "12", "0.50 ms"]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_without_results_say_how_to_measure(tmp_path, name):
-    assert "Not measured yet: `" in rendered(tmp_path, name)
 
 
 def test_attention_with_lse(device, tmp_path):
     options = ["--tiny", "--device", device, "--output"]
-    options.append(str(tmp_path / "attention_lse" / "only.json"))
+    options.append(str(tmp_path / "attention_lse.json"))
     CliRunner().invoke(bench_attention_lse.main, options, catch_exceptions=False)
     (entry,) = load(tmp_path, "attention_lse")["attention_lse"]
     times = [summary["median"] for summary in entry["microseconds"].values()]
     assert entry["without_over_with"] == times[0] / times[1] > 0
-    assert rows_of(tmp_path, "attention_lse")[0][0] == "1×16×24×2×64"
 
 
 def test_results_are_compared():

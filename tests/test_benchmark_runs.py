@@ -6,7 +6,6 @@ import math
 import sys
 from importlib.util import find_spec
 
-import click
 import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
@@ -34,9 +33,9 @@ import bench_quality
 import comparison
 import flux
 import history
+import kernel_times
 import ltx
 import models
-import options
 import record
 import timing
 
@@ -66,7 +65,7 @@ def result_of(device, tmp_path):
     """The JSON of a tiny run."""
 
     def run_one(benchmark, *args):
-        run(benchmark, device, tmp_path / "x" / "only.json", *args)
+        run(benchmark, device, tmp_path / "x.json", *args)
         return load(tmp_path, "x")
 
     return run_one
@@ -178,14 +177,14 @@ def test_layers_of_the_trained_model(kernel, device, monkeypatch):
 
 def test_several_models_in_one_run(device, tmp_path):
     """Each model has its own file, with its name and sizes."""
-    assert len({published.RESULT for published in options.PUBLISHED}) == len(options.PUBLISHED)
     arguments = ["--model", "flux,ltx", "--modes", "eager", "--rounds", "1", "--no-distance"]
     run(bench_models, device, tmp_path, *arguments)
-    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert {name: result["model"] for name, result in written.items()} == {
-        published.RESULT: published.TINY_NAME for published in (flux, ltx)
-    }
-    assert all(list(written[p.RESULT]["sizes"]) == [*map(str, p.TINY_SIZES)] for p in (flux, ltx))
+    written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "models").iterdir()}
+    known = {"flux": flux, "ltx": ltx}
+    assert written.keys() == known.keys()
+    for name, published in known.items():
+        assert written[name]["model"] == published.TINY_NAME
+        assert list(written[name]["sizes"]) == [*map(str, published.TINY_SIZES)]
 
 
 def test_host_time_of_a_forward(result_of, monkeypatch):
@@ -367,7 +366,7 @@ def test_operations(device, tmp_path):
     """Each operation is compared with eager."""
     measured = set()
     for name, module in FAMILIES.items():
-        run(module, device, tmp_path / name / "only.json", "--rounds", "2", "--no-compile")
+        run(module, device, tmp_path / f"{name}.json", "--rounds", "2", "--no-compile")
         result = load(tmp_path, name)
         assert len(result["workloads"]) == len(set(module.FAMILY.tiny))
         assert len(module.FAMILY.workloads) == len(set(module.FAMILY.workloads))
@@ -400,8 +399,8 @@ def test_cuda_graphs(result_of, device, monkeypatch):
     arguments = ["--model", "ltx,sdxl", "--rounds", "1", "--modes", ",".join(modes)]
     forwards = result_of(bench_cuda_graphs, *arguments)["graph_forwards"]
     assert [(f["name"], f["input"], f["size"]) for f in forwards] == [
-        *[("models", "published", size) for size in ("9x64x96", "17x64x96")],
-        ("models", "small", "1x256x256"),
+        *[("ltx", "published", size) for size in ("9x64x96", "17x64x96")],
+        ("ltx", "small", "1x256x256"),
         *[("sdxl", "published", "64x96"), ("sdxl", "small", "128x128")],
     ]
     for of_weights in (w for forward in forwards for w in forward["weights"].values()):
@@ -444,72 +443,85 @@ FP8_MODES = "--modes eager,injected,injected+fp8"
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("options", "name"),
     [
-        ("", ("sd3", "wan")),
-        ("--modes eager,compiled,compiled-regional,injected", ("sd3", "wan")),
+        ("", "models/{}"),
+        ("--modes eager,compiled,compiled-regional,injected", "models/{}"),
         ("--modes eager,injected", None),
         ("--calls 4", None),
-        (FP8_MODES, ("fp8_sd3", "fp8_wan")),
-        (f"{FP8_MODES} --calls 4", ("fp8_back_to_back_sd3", "fp8_back_to_back_wan")),
+        (FP8_MODES, "fp8_models/{}"),
+        (f"{FP8_MODES} --calls 4", "fp8_models/{}_back_to_back"),
         ("--modes injected,injected+fp8", None),
     ],
 )
-def test_only_the_whole_benchmark_is_kept(options, names, monkeypatch):
-    paths, real = [], record.destination
-    environment = {"device": "A CPU", "date": "2026-11-22 04:07:31 UTC", "kernel_ids": []}
-    monkeypatch.setattr(record, "destination", lambda *args: paths.append(real(*args)))
-    monkeypatch.setattr(record, "environment", lambda device: environment)
+def test_only_the_whole_benchmark_is_kept(options, name, monkeypatch):
+    places, real = [], record.destination
+    monkeypatch.setattr(record, "destination", lambda *args: places.append(real(*args)))
+    monkeypatch.setattr(record, "environment", lambda device: {})
     monkeypatch.setattr(bench_models, "measure_model", lambda *args: None)
     monkeypatch.setattr(models, "load_kernel", lambda: (None, 0.0))
     arguments = ["--device", "cpu", "--model", "sd3,wan", *options.split()]
     assert CliRunner().invoke(bench_models.main, arguments).exit_code == 0
-    kept = [history.RESULTS / name / "2026-11-22T040731-a-cpu.json" for name in names or ()]
-    assert paths == (kept if names else [None, None])
+    assert places == [name and name.format(model) for model in ("sd3", "wan")]
 
 
-def test_result_is_kept_by_date_commit_and_card():
-    environment = {
-        "device": "NVIDIA H100 80GB HBM3",
-        "date": "2026-11-22 04:07:31 UTC",
-        "kernel_ids": ["_h100_diffusers_kernels_cuda_0123abc_dirty"],
-    }
-    with click.Context(click.Command("norm")):
-        path = record.destination(None, "norm", environment)
-    assert path == history.RESULTS / "norm" / "2026-11-22T040731-0123abc_dirty-h100.json"
-    without_build = {**environment, "kernel_ids": [], "commit": "89abcde", "device": "A CPU (R)"}
-    assert history.path("x", without_build).name == "2026-11-22T040731-89abcde-a-cpu-r.json"
-    for path in history.RESULTS.rglob("*.json"):
-        assert history.path(path.parent.name, history.load(path)["environment"]) == path
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+def made_up(device, minute, command="python benchmarks/bench_norm.py", **entries):
+    date = f"2026-11-22 04:{minute:02}:31 UTC"
+    return {"environment": {"device": device, "date": date, "command": command}, **entries}
+
+
+def test_a_result_replaces_the_cards_older_one(tmp_path):
+    for device, minute in ((H200, 1), (H100, 2), (H200, 3)):
+        history.store("norm", made_up(device, minute), tmp_path)
+    assert history.kept("norm", tmp_path) == [made_up(H100, 2), made_up(H200, 3)]
+    assert history.load(tmp_path / "norm.json") == history.kept("norm", tmp_path)
+    assert history.newest("norm", H100, tmp_path) == made_up(H100, 2)
+    assert history.newest("norm", "NVIDIA B200", tmp_path) is None
+    # Parts of a benchmark, and other models, stay.
+    some, others = ("python benchmarks/bench_models.py --model " + name for name in ("sd3", "all"))
+    moved = some.replace("benchmarks/", "benchmarks/models/")
+    for name, minute, command in (("sd3", 4, some), ("sd3", 5, others), ("wan", 6, others)):
+        history.store(f"models/{name}", made_up(H100, minute, command), tmp_path)
+    history.store("models/sd3", made_up(H100, 7, moved), tmp_path)
+    minutes = [r["environment"]["date"][14:16] for r in history.kept("models/sd3", tmp_path)]
+    assert minutes == ["05", "07"] and len(history.kept("models/wan", tmp_path)) == 1
 
 
 def test_shown_is_the_newest_of_a_gpu(tmp_path):
-    def add(device, date):
-        environment = {"device": device, "date": f"{date} UTC"}
-        path = history.path("norm", environment, tmp_path)
-        record.write(path, {"environment": environment})
-        shown = history.shown("norm", tmp_path)["environment"]
-        return shown["device"], shown["date"]
-
     assert history.shown("norm", tmp_path) is None
-    assert add("A CPU", "2026-01-09 00:00")[0] == "A CPU"
-    assert add("NVIDIA H100 PCIe", "2026-01-02 10:00")[0] == "NVIDIA H100 PCIe"
-    newest = ("NVIDIA H200", "2026-01-08 10:00:30 UTC")
-    assert add(newest[0], "2026-01-08 10:00:30") == newest
-    assert add("NVIDIA H100 PCIe", "2026-01-03 10:00") == newest
-    assert add("NVIDIA H200", "2026-01-08 10:00") == newest
-    of_h100 = history.shown("norm", tmp_path, cards=("h100", "h200"))["environment"]
-    assert (of_h100["device"], of_h100["date"]) == ("NVIDIA H100 PCIe", "2026-01-03 10:00 UTC")
-    of_other = history.shown("norm", tmp_path, cards=("b200",))["environment"]
-    assert (of_other["device"], of_other["date"]) == newest
-    assert history.newest("norm", "NVIDIA B200", tmp_path) is None
+    for device, minute, shown in (("A CPU", 9, 9), (H100, 2, 2), (H200, 8, 8), (H100, 3, 8)):
+        history.store("norm", made_up(device, minute), tmp_path)
+        date = history.shown("norm", tmp_path)["environment"]["date"]
+        assert date == f"2026-11-22 04:{shown:02}:31 UTC"
+
+
+def test_stored_results_are_compact_and_of_the_newest():
+    """The file is what `compact` writes; no card has two results of one benchmark and options."""
+    size = 0
+    for path in history.RESULTS.iterdir():
+        text, stored = path.read_text(encoding="utf-8"), history.load(path)
+        assert text == history.compact(stored) + "\n", path
+        for one in stored:
+            name = path.stem + (f"/{one['name']}" if "name" in one else "")
+            assert len(history.replaced(name, one, stored)) == 1, f"{name} has older results"
+        size += len(text)
+    assert size < 5e6
+
+
+def test_names_of_kernels_are_short():
+    name = "void h100_diffusers_kernels::(anonymous namespace)::row_norm_kernel<__nv_bfloat16, 128>(at)"
+    assert kernel_times.short_name(name) == "row_norm_kernel<__nv_bfloat16, 128>(at)"
+    assert len(kernel_times.short_name(100 * "kernel")) == kernel_times.LONGEST_NAME
 
 
 def test_ceilings_of_attention_are_this_gpus(monkeypatch):
-    path = max((history.RESULTS / "ceilings").glob("*-h100.json"))
+    path = history.path("ceilings")
     ceilings, note = bench_attention.read_ceilings(path, CPU)
     assert not ceilings and "they were measured on NVIDIA H100" in note["left_out"]
-    environment = history.load(path)["environment"]
+    environment = history.load(path)[-1]["environment"]
     monkeypatch.setattr(bench_attention.record, "environment", lambda _: environment)
     ceilings, note = bench_attention.read_ceilings(None, CPU)
     assert set(ceilings) == {"wgmma", "exp2"} and 500 < ceilings["wgmma"] < 1100

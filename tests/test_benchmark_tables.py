@@ -1,6 +1,5 @@
 """The tables, figures and plots made of results: from made-up results whose rows are known."""
 
-import json
 import re
 import sys
 
@@ -19,21 +18,18 @@ from conftest import CHECKOUT
 
 sys.path.insert(0, str(CHECKOUT / "benchmarks"))
 
-import bench_cuda_graphs
-import fp8_targets
 import history
 import models
 import options
-import pipeline_targets
-import targets
 import timing
 import whole_pipelines
 
 import render_docs
 import render_plots
+from documents import chosen
 from documents.common import TABLES
+from documents.operations import representative
 
-ANY_DEVICE = ("trained_attention",)  # scores in float32
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)<!-- end table -->", re.DOTALL)
 
 
@@ -60,8 +56,7 @@ def test_figures_agree_with_the_results(path):
     text = path.read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "stale: run tools/render_docs.py"
     for _, name, table in (match.groups() for match in TABLE.finditer(text)):
-        if name not in ANY_DEVICE:
-            assert "NVIDIA H" in table or "yet: `" in table, f"{name} does not name its card"
+        assert "NVIDIA H" in table, f"{name} does not name its card"
         assert table.split("\n")[1].count("|") <= 8 + 1, f"{name} is too wide"
 
 
@@ -78,16 +73,17 @@ def test_plots_agree_with_the_results():
 def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     """A broken one takes more than five times as long as eager. It is not drawn either."""
     result = load(made_up, "norm")
-    first, second = (entry["cold"]["over"] for entry in result["workloads"][:2])
+    shown = representative(result["workloads"])[:2]
+    first, second = (entry["cold"]["over"] for entry in shown)
     first["quack"], second["quack"] = 5.1 * first["eager"], 4.9 * second["eager"]
     del first["liger"], first["compiled"]
-    result["workloads"][0]["failed"] = dict.fromkeys(("liger", "compiled default"), "it broke")
+    shown[0]["failed"] = dict.fromkeys(("liger", "compiled default"), "it broke")
     for name in FAMILIES:
         store(tmp_path, name, result if name == "norm" else load(made_up, name))
-    rows = [row for row in rows_of(tmp_path, "all_norm") if "warm" not in row[1]]
+    rows = rows_of(tmp_path, "operations")
     assert rows[0][-3:] == ["3.00×", "failed", "QuACK broken†"] and rows[1][-1] == "2.00× Liger"
-    assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "norm")
-    assert "†" not in rendered(made_up, "norm")
+    assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "operations")
+    assert "†" not in rendered(made_up, "operations")
     plots = (render_plots.render(folder)["bandwidth.svg"] for folder in (made_up, tmp_path))
     whole, without = (plot.count("<use ") for plot in plots)
     assert whole - without == 1
@@ -121,14 +117,14 @@ def made_up_forward(
 
 
 def test_forward_is_compared_with_the_faster_compiled_one():
-    (row,) = targets.forwards(made_up_forward(compiled=50.0, **{models.REGIONAL: 48.0}))
+    (row,) = chosen.forwards(made_up_forward(compiled=50.0, **{models.REGIONAL: 48.0}))
     assert (row.size, row.eager, row.compiled, row.injected) == ("1024x1024", 60.0, 48.0, 40.0)
     assert (row.over_eager, row.over_compiled) == (1.5, 1.2)
     assert (row.rest_over_eager, row.rest_over_compiled) == (0.1, 0.5)
     assert row.compiled_mode == models.REGIONAL and row.distance_over_eager == 1.02
-    (row,) = targets.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
+    (row,) = chosen.forwards(made_up_forward(compiled=46.0, **{models.REGIONAL: 48.0}))
     assert (row.compiled_mode, row.over_compiled) == ("compiled", 1.15)
-    (row,) = targets.forwards(made_up_forward(weights="random"))
+    (row,) = chosen.forwards(made_up_forward(weights="random"))
     assert row.eager is row.compiled_mode is row.over_eager is row.distance_over_eager is None
 
 
@@ -137,38 +133,35 @@ def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA 
     ids = [f"_h100_diffusers_kernels_cuda_{commit}"]
     environment = {**ENVIRONMENT, "device": device, "kernel_ids": ids}
     environment["date"] = f"2026-11-22 10:{minute:02}:00 UTC"
-    (folder / name).mkdir(exist_ok=True)
-    path = folder / name / f"{minute:02}-{commit}.json"
-    path.write_text(json.dumps({**result, "environment": environment}))
+    environment["command"] = f"python bench_models.py --model {name},{commit}"
+    history.store(f"models/{name}", {**result, "environment": environment}, folder)
 
 
 def test_all_models_are_of_one_card_and_build(tmp_path):
     forward = made_up_forward(**{models.REGIONAL: 48.0})
     faster = made_up_forward(20.0, **{models.REGIONAL: 22.0})
-    for minute, name in enumerate(("models", "flux", "auraflow")):
+    for minute, name in enumerate(("ltx", "flux", "auraflow")):
         keep_model(tmp_path, name, forward, "aaaaaaa", minute)
     keep_model(tmp_path, "flux", faster, "bbbbbbb", 10)
     keep_model(tmp_path, "sd3", faster, "bbbbbbb", 11)
     keep_model(tmp_path, "wan", faster, "aaaaaaa", 12, device="NVIDIA H100 80GB HBM3")
-    keep_model(tmp_path, "models", made_up_forward(30.0), "aaaaaaa", 13)
-    assert set(targets.of_one_build(tmp_path)) == {"models", "flux", "auraflow"}
+    keep_model(tmp_path, "ltx", made_up_forward(30.0), "aaaaaaa", 13)
+    assert set(chosen.of_one_build(tmp_path)) == {"ltx", "flux", "auraflow"}
     cells = [row for row in rows_of(tmp_path, "summary_models") if row[3]]
     assert [row[3] for row in cells] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
     figures = {
         "families_over_eager": "1.50 to 2.00",
         "families_over_compiled": "1.20",
         "in_part_over_eager": "1.50",
-        "ltx_over_eager": "2.00",
     }
     assert {name: figure(name, tmp_path) for name in figures} == figures
     keep_model(tmp_path, "qwenimage", faster, "bbbbbbb", 14)
-    assert set(targets.of_one_build(tmp_path)) == {"flux", "sd3", "qwenimage"}, "as many, but newer"
+    assert set(chosen.of_one_build(tmp_path)) == {"flux", "sd3", "qwenimage"}, "as many, but newer"
     assert figure("families_over_eager", tmp_path) == "3.00"
-    assert figure("ltx_over_eager", tmp_path) == "not measured"
 
 
 def test_committed_rows_of_all_models_are_of_one_card_and_build():
-    measured = targets.of_one_build(history.RESULTS)
+    measured = chosen.of_one_build(history.RESULTS)
     builds = {
         (result["environment"]["device"], history.commit(result["environment"]))
         for result in measured.values()
@@ -177,14 +170,14 @@ def test_committed_rows_of_all_models_are_of_one_card_and_build():
     table = TABLES["summary_models"](history.RESULTS)
     assert device == "NVIDIA H100 80GB HBM3" and f"{device}, " in table
     assert f"build {commit};" in table
-    forwards = [f for result in measured.values() for f in targets.forwards(result)]
+    forwards = [f for result in measured.values() for f in chosen.forwards(result)]
     shown = [row for row in rows_of(history.RESULTS, "summary_models") if row[1].endswith(" ms")]
     assert len(shown) == len(forwards) >= len(measured)
     assert all(row[5] for row in shown), "each row is beside torch.compile"
 
 
 # ------------------------------------------------------------------------------------------------
-# CUDA graphs, and aims
+# CUDA graphs
 
 
 def test_newest_of_each_forward_is_shown(tmp_path):
@@ -192,46 +185,23 @@ def test_newest_of_each_forward_is_shown(tmp_path):
         entry = {"name": name, "input": "published", "size": "64x96", "tokens": 24}
         return {**entry, "weights": {"peaked": {"modes": {"eager": wall}}}}
 
-    def keep(name, date, *forwards, device="NVIDIA H200"):
+    def keep(options, date, *forwards, device="NVIDIA H200"):
         environment = {**ENVIRONMENT, "date": f"2026-11-{date}:00:00 UTC", "device": device}
+        environment["command"] = f"python bench_cuda_graphs.py {options}"
         result = {"environment": environment, "processor": "x", "graph_forwards": forwards}
-        (tmp_path / "cuda_graphs").mkdir(exist_ok=True)
-        (tmp_path / "cuda_graphs" / f"{name}.json").write_text(json.dumps(result))
-        return targets.gathered_forwards(tmp_path)["graph_forwards"]
+        history.store("cuda_graphs", result, tmp_path)
+        return chosen.gathered_forwards(tmp_path)["graph_forwards"]
 
-    assert targets.gathered_forwards(tmp_path) is None
-    old, new, other = forward("models", 35.0), forward("models", 30.0), forward("sdxl", 40.0)
+    assert chosen.gathered_forwards(tmp_path) is None
+    old, new, other = forward("ltx", 35.0), forward("ltx", 30.0), forward("sdxl", 40.0)
     keep("a", "23 10", old, other)
     keep("b", "23 11", new)
     assert keep("c", "23 12", old, device="an Arm CPU") == [new, other]
     assert keep("d", "21 12", old, device="NVIDIA H100 80GB HBM3")[0] == new, "the newest of a GPU"
 
 
-def test_row_of_an_aim_shows_the_figure_that_is_furthest_behind():
-    def shown(aim, is_upper_bound=False, **figures):
-        row = targets.furthest("what", list(figures.items()), aim, "×", is_upper_bound)
-        return row.of, row.measured, row.verdict
-
-    assert shown(1.0, a=0.9, b=1.2) == ("1 of 2; the least: a", 0.9, "missed by 10.0%")
-    assert shown(1.2, True, a=1.0, b=1.3) == ("1 of 2; the most: b", 1.3, "missed by 8.3%")
-    assert shown(1.0, a=1.2, b=1.1) == ("2 of 2; the least: b", 1.1, "met")
-    partial = "1 of 2; the least: a; 1 not measured"
-    assert shown(1.0, a=1.1, b=None) == (partial, 1.1, "met where measured")
-    assert shown(1.0, a=None, b=None) == ("a and 1 more", None, "not measured")
-    assert shown(2.0, a=1.0) == ("a", 1.0, "missed by 50.0%")
-
-
-def test_targets_name_what_is_measured():
-    names = {published.RESULT: published.NAME for published in options.PUBLISHED}
-    assert set(targets.TITLES) == set(names)
-    assert all(names[name].startswith(title) for name, title in targets.TITLES.items())
-    titles = {name: pipeline.title for name, pipeline in whole_pipelines.PIPELINES.items()}
-    assert {name: p.title for name, p in pipeline_targets.PIPELINES.items()} == titles
-    without_results = (
-        *(targets.model_forwards({}), targets.attention(None), targets.graphs(None)),
-        *(pipeline_targets.evaluate(None), fp8_targets.evaluate({}, None)),
-    )
-    assert {row.verdict for rows in without_results for row in rows} == {"not measured"}
-    for name, size, *_ in targets.GRAPH_FORWARDS:
-        (published,) = (p for p in bench_cuda_graphs.PUBLISHED_SIZES if name == p.RESULT)
-        assert size in map(str, bench_cuda_graphs.PUBLISHED_SIZES[published])
+def test_titles_are_those_of_what_is_measured():
+    names = {name: published.NAME for name, published in options.MODELS.items()}
+    assert set(chosen.TITLES) == set(names)
+    assert all(names[name].startswith(title) for name, title in chosen.TITLES.items())
+    assert set(chosen.PIPELINES) == set(whole_pipelines.PIPELINES)

@@ -15,7 +15,7 @@ import history
 import compare_results
 
 LIMIT = 0.02
-BENCHMARKS = sorted(path.name for path in history.RESULTS.iterdir() if path.name != "suite")
+BENCHMARKS = sorted(path for path in history.RESULTS.iterdir() if path.stem != "suite")
 COLD = ("softmax 4x96, cold", "eager")
 
 
@@ -63,9 +63,9 @@ def test_a_block_is_compared_from_its_first_kernel_to_its_last_one():
     assert rows == {("a block of LTX 9x64x96, injected", "eager"): compare_results.Ratio(1.5)}
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_kept_results_are_read(name):
-    for result in history.kept(name):
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_kept_results_are_read(path):
+    for result in history.load(path):
         rows = compare_results.read(result)
         assert rows and all(ratio.value > 0 for ratio in rows.values())
         assert all(0 <= ratio.spread < 2 for ratio in rows.values())
@@ -120,3 +120,15 @@ def test_command(tmp_path):
     assert "not in both" in invoke(tmp_path, *changed).output
     for other in ({"dtype": "float16"}, {"workloads": []}):
         assert invoke(tmp_path, made_up(), {**made_up(), **other}).exit_code == 2
+
+
+def test_files_of_several_models_and_cards(tmp_path):
+    """The one's results are in Git's version of the file and in today's."""
+    other_card = made_up()
+    other_card["environment"]["device"] = "NVIDIA H200"
+    other_model = {**made_up(over=9.0), "name": "flux"}
+    before, after = made_up(), made_up("bbbbbbb", 1, over=1.5)
+    files = [[other_model, other_card, {**one, "name": "ltx"}] for one in (before, after)]
+    result = invoke(tmp_path, *files, options=["--name", "ltx"])
+    assert result.exit_code == 0 and "1 of 4 figures changed" in result.output
+    assert invoke(tmp_path, files[0], files[0], options=["--name", "ltx"]).exit_code == 2

@@ -1,6 +1,5 @@
 """The record of a test run: its counts, its build and its table."""
 
-import json
 import shutil
 import sys
 
@@ -51,7 +50,7 @@ def test_counts_and_what_was_left_out(monkeypatch, tmp_path):
     arguments = ["--leave-out", left_out, "--output", output, "--", tmp_path]
     arguments = [*map(str, arguments), "-p", "no:cacheprovider"]
     assert CliRunner().invoke(record_suite.main, arguments).exit_code == 1, "two tests failed"
-    result = history.load(output)
+    (result,) = history.load(output)
     assert result["counts"] == {"passed": 1, "skipped": 2, "failed": 2}
     names = [name.rpartition("::")[2] for name in result["failures"]]
     assert names == ["test_that_fails", "test_whose_teardown_fails"]
@@ -89,19 +88,15 @@ def test_a_build_of_another_commit_or_of_other_sources_is_refused(tmp_path, buil
 def test_table_shows_the_newest_run_of_each_card(tmp_path):
     def add(device, date, **changes):
         environment = {"device": device, "date": f"2026-01-{date}:00:00 UTC", "capability": "9.0"}
-        environment |= {"torch": "2.11.0", "cuda": "13.0", "driver": "580.1"}
+        environment |= {"torch": "2.11.0", "cuda": "13.0", "driver": "580.1", "command": "x"}
         counts = {"passed": 5000, "skipped": 40, "failed": 0}
         result = {"environment": environment, "build": "0123abc", "counts": counts, "left_out": []}
-        path = history.path("suite", environment, tmp_path)
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            json.dumps({**result, "pytest_arguments": ["--numprocesses", "4"], **changes})
-        )
+        result = {**result, "pytest_arguments": ["--numprocesses", "4"], **changes}
+        history.store("suite", result, tmp_path)
 
     add("NVIDIA H200", "01 10", build="1111111")
     chosen = ["-m", "not slow", "--numprocesses", "4"]
     add("NVIDIA H200", "03 10", left_out=["tests/a.py"], pytest_arguments=chosen)
-    add("NVIDIA H200", "02 10")
     add("NVIDIA H100 80GB HBM3", "01 09")
     ran = ["5000", "40", "0"]
     assert [row[2:] for row in rows_of(tmp_path, "suite")] == [

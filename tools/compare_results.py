@@ -1,14 +1,16 @@
 """Compares results of one benchmark: changes beyond the noise between runs.
 
 Results of one build on one card are repeated runs, represented by their median. The oldest build is compared
-with the newest. A ratio to a peer counts as changed if its change exceeds all of
+with the newest, both on the newest result's card. A ratio to a peer counts as changed if its change exceeds
+all of
 
 - the spread of its samples, in both builds and of the peer;
 - the range between runs of one build, if several are given;
 - --limit, for noise between runs that no spread contains.
 
-    python tools/compare_results.py benchmarks/results/norm/*.json
-    python tools/compare_results.py BEFORE.json AFTER.json --fail
+    git show HEAD:benchmarks/results/norm.json > /tmp/before.json
+    python tools/compare_results.py /tmp/before.json benchmarks/results/norm.json
+    python tools/compare_results.py BEFORE.json AFTER.json --name flux --fail
 """
 
 from __future__ import annotations
@@ -425,13 +427,22 @@ def table(compared: Sequence[Build], found: Sequence[Change]) -> str:
     return tabulate(rows, headers, disable_numparse=True)
 
 
-def load(path: Path) -> dict:
+def load(path: Path, name: str | None) -> list[dict]:
+    """The results of a file, of several models only those with this name."""
     try:
-        result = history.load(path)
-        kind(result)
+        results = [r for r in history.load(path) if name is None or r.get("name", name) == name]
+        for result in results:
+            kind(result)
     except ValueError as error:  # which includes JSON errors
         raise click.UsageError(f"{path}: {error}") from None
-    return result
+    return results
+
+
+def unique(results: Sequence[dict]) -> list[dict]:
+    """Without copies, and only those on the card of the newest one."""
+    newest = max(results, key=history.date)
+    of_card = [r for r in results if r["environment"]["device"] == newest["environment"]["device"]]
+    return [r for index, r in enumerate(of_card) if r not in of_card[:index]]
 
 
 @click.command(help=__doc__.split("\n\n")[0])
@@ -443,6 +454,7 @@ def load(path: Path) -> dict:
     help="Minimum change to report.",
 )
 @click.option("--fail", is_flag=True, help="Exit with 1 if anything changed.")
+@click.option("--name", help="Of a file with several models: which one.")
 @click.argument(
     "paths",
     nargs=-1,
@@ -450,10 +462,11 @@ def load(path: Path) -> dict:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="RESULTS...",
 )
-def main(paths: Sequence[Path], limit: float, fail: bool) -> None:
-    if len(set(paths)) < 2:
-        raise click.UsageError("at least two results are needed, got one")
-    results = [load(path) for path in dict.fromkeys(paths)]
+def main(paths: Sequence[Path], limit: float, fail: bool, name: str | None) -> None:
+    results = [result for path in paths for result in load(path, name)]
+    results = unique(results) if results else []
+    if len(results) < 2:
+        raise click.UsageError(f"at least two results of a card are needed, got {len(results)}")
     what = {(kind(result), result.get("model"), result.get("dtype")) for result in results}
     if len(what) > 1:
         raise click.UsageError("the results are of different benchmarks, models or dtypes")

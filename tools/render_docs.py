@@ -11,9 +11,8 @@ as a whole:
 
 A plot is written to benchmarks/plots where the results that it draws are there.
 
-    python tools/render_docs.py                   # write
-    python tools/render_docs.py --check           # exit with 1 if one is not what the JSON says
-    python tools/render_docs.py --show all_norm   # print one table, with all shapes
+    python tools/render_docs.py            # write
+    python tools/render_docs.py --check    # exit with 1 if one is not what the JSON says
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ import render_plots
 from documents import (  # noqa: F401
     CHECKOUT,
     fp8,
-    graphs,
-    hardware,
     operations,
     parallel,
     pipelines,
-    quality,
-    readme,
+    suite,
     whole_models,
 )
 from documents.common import FIGURES, TABLES
@@ -71,15 +67,9 @@ def render(text: str, results: Path = RESULTS) -> str:
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if one is stale.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS)
 @click.option("--plots", type=click.Path(file_okay=False, path_type=Path), default=PLOTS)
-@click.option("--show", type=click.Choice(list(TABLES)), help="Only print this table.")
 @click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(
-    check: bool, results: Path, plots: Path, show: str | None, files: tuple[Path, ...]
-) -> None:
+def main(check: bool, results: Path, plots: Path, files: tuple[Path, ...]) -> None:
     """Write the plots, and the measured figures of FILES (all pages if none are given)."""
-    if show is not None:
-        click.echo(TABLES[show](results))
-        return
     wanted = {
         path: render(path.read_text(encoding="utf-8"), results) for path in files or DOCUMENTS
     }

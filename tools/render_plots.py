@@ -16,13 +16,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from documents import chosen
 from documents.common import card, size_name
 
 # Found where documents/__init__.py looks.
 import attention_statistics  # isort: skip
 import history  # isort: skip
-import pipeline_targets  # isort: skip
-import targets  # isort: skip
 
 INK = "#797979"  # of text, axes and grid: as far from white as from GitHub's #0d1117
 FAMILIES = {
@@ -110,7 +109,7 @@ def bandwidth(results: Path) -> Figure | None:
                 (megabytes, entry["cold"]["terabytes_per_second"][name])
                 for megabytes, entry in zip(sizes, entries, strict=True)
                 if name in entry["cold"]["terabytes_per_second"]
-                and not targets.is_broken(entry["cold"], name)
+                and not chosen.is_broken(entry["cold"], name)
             ]
             if points:
                 x, y = zip(*points, strict=True)
@@ -168,29 +167,29 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], modes: Sequence[str], wh
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.margins(x=0.1)
-    axes.set_xlabel(f"times as fast as eager: {what}, {targets.MODEL_WEIGHTS} weights")
+    axes.set_xlabel(f"times as fast as eager: {what}, {chosen.WEIGHTS} weights")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
 def models(results: Path) -> Figure | None:
     """Speedup over eager of torch.compile and of the injected model: the table of all models."""
-    measured = targets.of_one_build(results)
+    measured = chosen.of_one_build(results)
     if not measured:
         return None
     rows: list[tuple[str, dict[str, float]]] = []
     for heading, names in (
-        ("replaced in full", targets.IN_FULL),
-        ("replaced in part", tuple(targets.WITHOUT_FAMILY)),
+        ("replaced in full", chosen.IN_FULL),
+        ("replaced in part", chosen.IN_PART),
     ):
         group = []
         for name in names:
-            for forward in targets.forwards(measured.get(name)):
+            for forward in chosen.forwards(measured.get(name)):
                 if forward.eager and forward.over_eager:
                     speedups = {"injected": forward.over_eager}
                     if forward.compiled:
                         speedups["compiled"] = forward.eager / forward.compiled
-                    group.append((f"{targets.TITLES[name]}, {size_name(forward.size)}", speedups))
+                    group.append((f"{chosen.TITLES[name]}, {size_name(forward.size)}", speedups))
         rows += [(heading, {}), *group] if group else []
     device = next(iter(measured.values()))["environment"]["device"]
     return _bars(rows, ("compiled", "injected"), f"one forward on an {device}")
@@ -198,7 +197,7 @@ def models(results: Path) -> Figure | None:
 
 def pipelines(results: Path) -> Figure | None:
     """Speedup over eager of whole pipelines."""
-    gathered = pipeline_targets.gathered(results)
+    gathered = chosen.gathered_pipelines(results)
     if gathered is None:
         return None
     rows = [
@@ -215,16 +214,16 @@ def pipelines(results: Path) -> Figure | None:
 
 def cuda_graphs(results: Path) -> Figure | None:
     """Speedup over eager of forwards back to back, a group of bars a forward of a published size."""
-    gathered = targets.gathered_forwards(results)
+    gathered = chosen.gathered_forwards(results)
     if gathered is None:
         return None
     forwards = [f for f in gathered["graph_forwards"] if f["input"] == "published"]
     rows = [
         (
-            f"{targets.TITLES[forward['name']]}, {size_name(forward['size'])}",
+            f"{chosen.TITLES[forward['name']]}, {size_name(forward['size'])}",
             {
                 mode: over["eager"]
-                for mode, over in targets.of_weights(forward)["speedups"].items()
+                for mode, over in chosen.of_weights(forward)["speedups"].items()
                 if mode in MODES and "eager" in over
             },
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
 import history
-import models
-import targets
 from tabulate import tabulate
 
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODE_NAMES = {
     "eager": "eager",
     "compiled": "torch.compile",
@@ -18,48 +19,14 @@ MODE_NAMES = {
     "compiled-regional+fa3": "the same with FlashAttention-3",
     "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
-    "injected-no-attention": "injected with attention=False",
     "injected+graphs": "injected with CUDA graphs",
-    "injected+compiled": "injected and torch.compile",
     "eager+fp8": "FP8 by torchao",
-    "compiled-regional+fp8": "FP8 by torchao, torch.compile, block by block",
     "injected+fp8": "FP8 by torchao, injected",
-    "injected+graphs+fp8": "FP8 by torchao, injected with CUDA graphs",
     "injected+precision-fp8": '`precision="fp8"`',
     "injected+precision-fp8-fast": '`precision="fp8-fast"`',
 }
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full
-
-FP8_MODES = "eager,injected,injected+graphs,eager+fp8,injected+fp8,injected+graphs+fp8"
-
-# The script that writes a result, if it is not benchmarks/bench_<name>.py.
-SCRIPTS = {
-    "ceilings": "ceilings/run.py",
-    **{name: f"bench_models.py --model {name}" for name in targets.TITLES if name != "models"},
-    "profile": "profile_kernels.py",
-    **{
-        f"fp8_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
-        "--weights peaked,outliers --peak-memory"
-        for name in ("flux", "flux2", "qwenimage", "wan")
-    },
-    "fp8_ltx": "bench_models.py --model ltx "
-    f"--modes {FP8_MODES},{','.join(models.PRECISION_MODES)} --weights peaked,outliers --peak-memory",
-    **{
-        f"fp8_back_to_back_{name}": f"bench_models.py --model {name} --modes {FP8_MODES} "
-        "--weights peaked --no-distance --calls 4"
-        for name in ("flux", "qwenimage")
-    },
-    **{
-        f"fp8_compiled_{name}": f"bench_models.py --model {name} --sizes {size} "
-        "--modes eager,injected,compiled-regional+fp8,injected+fp8 --weights peaked --no-distance"
-        for name, size in (("ltx", "161x512x768"), ("flux", "1024x1024"))
-    },
-    "fp8_quality": "bench_quality.py "
-    "--modes eager,eager-efficient,eager-float32,injected,eager+fp8,injected+fp8",
-    "fp8_pipelines": "bench_pipelines.py --pipelines flux,ltx "
-    f"--modes eager,injected,injected+fp8,{','.join(models.PRECISION_MODES)}",
-}
 
 # Renders one table, or one figure, from the results folder.
 TABLES: dict[str, Callable[[Path], str]] = {}
@@ -76,21 +43,14 @@ def figure(function: Callable[[Path], str]) -> Callable[[Path], str]:
     return function
 
 
-def load(results: Path, name: str, cards: Sequence[str] = ()) -> dict:
-    result = history.shown(name, results, cards=cards)
+def load(results: Path, name: str) -> dict:
+    return there(history.shown(name, results), name)
+
+
+def there(result: dict | None, name: str) -> dict:
     if result is None:
-        script = SCRIPTS.get(name, f"bench_{name}.py")
-        raise click.ClickException(f"{results / name} is empty: benchmarks/{script} fills it.")
+        raise click.ClickException(f"there is no result of {name}")
     return result
-
-
-def is_measured(results: Path, name: str) -> bool:
-    return history.shown(name, results) is not None
-
-
-def unmeasured(name: str) -> str:
-    script = SCRIPTS.get(name, f"bench_{name}.py")
-    return f"Not measured yet: `python benchmarks/{script}` does."
 
 
 def card(result: dict) -> str:
@@ -102,18 +62,19 @@ def markdown(rows: list[list[str]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
 
 
-def aims(evaluated: Sequence[targets.Target]) -> str:
-    rows = [
-        [
-            target.what,
-            target.of,
-            f"at {'most' if target.is_upper_bound else 'least'} {target.aim:.2f}{target.unit}",
-            "" if target.measured is None else f"{target.measured:.2f}{target.unit}",
-            target.verdict,
-        ]
-        for target in evaluated
-    ]
-    return markdown(rows, ["what", "of", "aim", "measured", ""])
+@functools.cache
+def _scripts() -> dict[str, str]:
+    """The benchmarks by file name, with their paths in the checkout."""
+    return {p.name: str(p.relative_to(BENCHMARKS.parent)) for p in BENCHMARKS.rglob("*.py")}
+
+
+def command(environment: dict) -> str:
+    """The command of a result, with the script's path of today."""
+    return re.sub(
+        r"benchmarks/(?:\w+/)*(\w+\.py)",
+        lambda match: _scripts().get(match[1], match[0]),
+        environment["command"],
+    )
 
 
 def setup(*results: dict) -> str:
@@ -127,7 +88,7 @@ def setup(*results: dict) -> str:
     for place, environments in of_place.items():
         builds = dict.fromkeys(filter(None, map(history.commit, environments)))
         days = sorted({environment["date"].split()[0] for environment in environments})
-        commands = list(dict.fromkeys(environment["command"] for environment in environments))
+        commands = list(dict.fromkeys(map(command, environments)))
         if len(commands) > MOST_COMMANDS:
             commands = list(dict.fromkeys(" ".join(line.split()[:2]) for line in commands))
         parts = [place]
@@ -151,6 +112,10 @@ def times(value: float | None) -> str:
 
 def milliseconds(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f} ms"
+
+
+def number(value: float | None, unit: str, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f} {unit}"
 
 
 def span(values: Sequence[float | None], digits: int = 2) -> str:

@@ -1,31 +1,15 @@
-"""The operations beside their peers: times, rates, errors, and what is aimed at."""
+"""The operations beside their peers: times, rates and errors; and the GPU's own limits."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import statistics
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-import attention_statistics
-import pipeline_targets
-import targets as targets_
+from attention_inputs import EXTREMES, NORMAL
 
-from .common import (
-    NOT_MEASURED,
-    TABLES,
-    aims,
-    card,
-    footnote,
-    is_measured,
-    load,
-    markdown,
-    setup,
-    table,
-    times,
-    unmeasured,
-)
+from .chosen import BROKEN_OVER_EAGER, FAMILIES, is_broken
+from .common import card, figure, footnote, load, markdown, setup, table, times
 
 LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
@@ -33,15 +17,18 @@ SLOW_INPUTS = ("rising", "jump", "steps", "large range")  # of attention
 TUNED_MODE = "max-autotune-no-cudagraphs"
 LTX_ROWS = [2, 8064]  # batch and tokens of LTX-Video at 161 frames, the shape shown of an operation
 # The shapes of attention that its tables show: LTX-Video, FLUX.1, Wan, other head dims, and LTX-Video's text.
+HEAD_DIMS = tuple(((2, 4096, 4096, 16, head_dim), "") for head_dim in (72, 80, 96, 112))
 ATTENTION_SHAPES = (
-    *targets_.LTX_161,
-    *targets_.FLUX,
-    *targets_.WAN,
-    *targets_.HEAD_DIMS,
+    ((2, 8064, 8064, 32, 64), ""),
+    ((1, 4608, 4608, 24, 128), ""),
+    ((1, 32760, 32760, 12, 128), ""),
+    *HEAD_DIMS,
     ((2, 8064, 128, 32, 64), "text mask"),
 )
-# An H100's: that is what the published times among the aims were measured on.
-AIMS_CARDS = ("h100", "h200")
+# What may set apart two measures of one ceiling: the size, and how it is read or launched.
+CEILING_SIZE = re.compile(r", (\d+) ([KMG])iB$")
+CEILING_MANNER = re.compile(r" \d+ B x \d+| of \w+ blocks?( a multiprocessor)?")
+TIME_UNITS = ("us", "ns")
 
 
 def main_workload(entries: list[dict]) -> dict:
@@ -62,12 +49,6 @@ def representative(entries: list[dict]) -> list[dict]:
     return shown
 
 
-def operations_of(family: str) -> list[str]:
-    """Those that a family's benchmark measures."""
-    workloads = importlib.import_module(f"bench_{family}").FAMILY.workloads
-    return list(dict.fromkeys(workload.operation for workload in workloads))
-
-
 def over_peer(entry: dict, measured: dict, peer: str) -> str:
     """Times as fast as a peer, or that it failed; nothing where it has no such operation."""
     if peer in measured["over"]:
@@ -81,66 +62,53 @@ def best_library(entry: dict, measured: dict, names: dict[str, str]) -> str:
     over = {
         name: value
         for name, value in measured["over"].items()
-        if name in names and not targets_.is_broken(measured, name)
+        if name in names and not is_broken(measured, name)
     }
     if over:
         best = min(over, key=lambda name: over[name])
         return f"{times(over[best])} {names[best]}"
-    broken = [name for name in names if targets_.is_broken(measured, name)]
+    broken = [name for name in names if is_broken(measured, name)]
     return f"{names[broken[0]]} broken†" if broken else ""
 
 
-def operations(results: Path, family: str, is_whole: bool) -> str:
+@table
+def operations(results: Path) -> str:
     """Each operation's time and rate, beside the large copy's rate and the peers' times."""
-    if not is_measured(results, family):
-        return unmeasured(family)
-    result = load(results, family)
-    entries = result["workloads"] if is_whole else representative(result["workloads"])
+    loaded = [load(results, family) for family in FAMILIES]
     rows = [
         [
             ", ".join(filter(None, [entry["operation"], entry["variant"]])),
-            "×".join(map(str, entry["shape"])) + (" (warm)" if cache == "warm" else ""),
-            f"{entry[cache]['microseconds']['ours']['median']:.1f} µs",
-            f"{entry[cache]['terabytes_per_second']['ours']:.2f} TB/s",
-            f"{entry[cache]['of_large_copy']:.0%}",
-            *(over_peer(entry, entry[cache], name) for name in ("eager", "compiled")),
-            best_library(entry, entry[cache], LIBRARIES),
+            "×".join(map(str, entry["shape"])),
+            f"{entry['cold']['microseconds']['ours']['median']:.1f} µs",
+            f"{entry['cold']['terabytes_per_second']['ours']:.2f} TB/s",
+            f"{entry['cold']['of_large_copy']:.0%}",
+            *(over_peer(entry, entry["cold"], name) for name in ("eager", "compiled")),
+            best_library(entry, entry["cold"], LIBRARIES),
         ]
-        for entry in entries
-        for cache in (("cold", "warm") if is_whole else ("cold",))
-        if cache in entry
+        for result in loaded
+        for entry in representative(result["workloads"])
     ]
     headers = ["operation", "shape", "time", "rate", "of a large copy's rate"]
     headers += ["over eager", "over torch.compile", "over the best library"]
     note = footnote(rows, f"in mode {TUNED_MODE}, the faster one here.")
-    note += footnote(
-        rows, f"more than {targets_.BROKEN_OVER_EAGER} times slower than eager PyTorch.", "†"
-    )
-    versions = ", ".join(f"{name} {v.split(':')[0]}" for name, v in result["peers"].items())
-    return markdown(rows, headers) + note + setup(result) + f". Libraries: {versions}"
-
-
-for name in targets_.FAMILIES:
-    TABLES[name] = functools.partial(operations, family=name, is_whole=False)
-    TABLES[f"all_{name}"] = functools.partial(operations, family=name, is_whole=True)
+    broken = f"more than {BROKEN_OVER_EAGER} times slower than eager PyTorch."
+    note += footnote(rows, broken, "†")
+    peers = {
+        f"{name} {version.split(':')[0]}": None
+        for result in loaded
+        for name, version in result["peers"].items()
+    }
+    return markdown(rows, headers) + note + setup(*loaded) + f". Libraries: {', '.join(peers)}"
 
 
 @table
 def summary_operations(results: Path) -> str:
     """Each operation beside PyTorch and the best library, at one shape; attention on its worst inputs."""
     rows: list[list[str]] = []
-    loaded = []
-    for family in targets_.FAMILIES:
-        result: dict = {"workloads": []}
-        if is_measured(results, family):
-            result = load(results, family)
-            loaded.append(result)
-        for name in operations_of(family):
-            entries = [e for e in result["workloads"] if e["operation"] == name]
-            if not entries:
-                rows.append([f"`{name}`", "", "", NOT_MEASURED])
-                continue
-            entry = main_workload(entries)
+    loaded = [load(results, family) for family in (*FAMILIES, "attention")]
+    for result in loaded[:-1]:
+        for name in dict.fromkeys(entry["operation"] for entry in result["workloads"]):
+            entry = main_workload([e for e in result["workloads"] if e["operation"] == name])
             measured = entry["cold"]
             rows.append(
                 [
@@ -153,30 +121,28 @@ def summary_operations(results: Path) -> str:
                     best_library(entry, measured, LIBRARIES),
                 ]
             )
-    if is_measured(results, "attention"):
-        result = load(results, "attention")
-        loaded.append(result)
-        entry = main_workload([e for e in result["workloads"] if not e["variant"]])
-        speeds = {
-            kind: of_kind["cold"]["over"].get("fa3") or of_kind["cold"]["over"]["cudnn"]
-            for kind, of_kind in entry["inputs"].items()
-        }
-        typical = [kind for kind in speeds if kind not in targets_.EXTREMES]
-        for note, kinds in (("the worst typical", typical), ("the worst", list(speeds))):
-            kind = min(kinds, key=lambda name: speeds[name])
-            measured = entry["inputs"][kind]["cold"]
-            rows.append(
-                [
-                    f"`attention`, {kind}, {note}",
-                    "×".join(map(str, entry["shape"])),
-                    card(result),
-                    f"{measured['microseconds']['ours']['median']:.1f} µs",
-                    f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
-                    times(measured["over"].get("cudnn")),
-                    "",
-                    best_library(entry, measured, {"fa3": ATTENTION_PEERS["fa3"]}),
-                ]
-            )
+    result = loaded[-1]
+    entry = main_workload([e for e in result["workloads"] if not e["variant"]])
+    speeds = {
+        kind: of_kind["cold"]["over"].get("fa3") or of_kind["cold"]["over"]["cudnn"]
+        for kind, of_kind in entry["inputs"].items()
+    }
+    typical = [kind for kind in speeds if kind not in EXTREMES]
+    for note, kinds in (("the worst typical", typical), ("the worst", list(speeds))):
+        kind = min(kinds, key=lambda name: speeds[name])
+        measured = entry["inputs"][kind]["cold"]
+        rows.append(
+            [
+                f"`attention`, {kind}, {note}",
+                "×".join(map(str, entry["shape"])),
+                card(result),
+                f"{measured['microseconds']['ours']['median']:.1f} µs",
+                f"{measured['teraflops_per_second']['ours']:.0f} TFLOP/s",
+                times(measured["over"].get("cudnn")),
+                "",
+                best_library(entry, measured, {"fa3": ATTENTION_PEERS["fa3"]}),
+            ]
+        )
     headers = ["operation", "shape", "card", "time", "rate"]
     headers += ["over PyTorch", "over torch.compile", "over the best library"]
     return markdown(rows, headers) + setup(*loaded)
@@ -202,7 +168,7 @@ def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) 
     None where fewer than two were compared.
     """
     typical = {kind: ratios(of_kind) for kind, of_kind in entry["inputs"].items()}
-    for kind in targets_.EXTREMES:
+    for kind in EXTREMES:
         typical.pop(kind, None)
     for peer in ("fa3", "cudnn"):
         known = {kind: over[peer] for kind, over in typical.items() if peer in over}
@@ -211,18 +177,18 @@ def worst_inputs(entry: dict, ratios: Callable[[dict], dict], choose: Callable) 
     return None
 
 
-def attention_workloads(result: dict, is_whole: bool) -> list[dict]:
-    """All workloads, or those that the tables show."""
+def attention_workloads(result: dict) -> list[dict]:
+    """Those that the tables show."""
     return [
         entry
         for entry in result["workloads"]
-        if is_whole or (tuple(entry["shape"]), entry["variant"]) in ATTENTION_SHAPES
+        if (tuple(entry["shape"]), entry["variant"]) in ATTENTION_SHAPES
     ]
 
 
 def shown_inputs(entry: dict, worst: str | None, others: tuple[str, ...]) -> dict[str, str]:
     """Kinds of inputs that a table shows of a shape, and how each is called there."""
-    shown = dict.fromkeys([targets_.NORMAL, *filter(None, [worst]), *others])
+    shown = dict.fromkeys([NORMAL, *filter(None, [worst]), *others])
     return {
         kind: f"{kind}, the worst" if kind == worst else kind
         for kind in shown
@@ -230,16 +196,14 @@ def shown_inputs(entry: dict, worst: str | None, others: tuple[str, ...]) -> dic
     }
 
 
-def attention(results: Path, is_whole: bool) -> str:
+@table
+def attention(results: Path) -> str:
     """Attention's rate, beside its peers' times and the tensor cores' ceiling."""
-    if not is_measured(results, "attention"):
-        return unmeasured("attention")
     result = load(results, "attention")
     rows = []
-    for entry in attention_workloads(result, is_whole):
+    for entry in attention_workloads(result):
         worst = worst_inputs(entry, lambda of_kind: of_kind["cold"]["over"], min)
-        kinds = tuple(entry["inputs"]) if is_whole else SLOW_INPUTS
-        for kind, title in shown_inputs(entry, worst, kinds).items():
+        for kind, title in shown_inputs(entry, worst, SLOW_INPUTS).items():
             measured = entry["inputs"][kind]["cold"]
             rows.append(
                 [
@@ -270,21 +234,15 @@ def attention(results: Path, is_whole: bool) -> str:
     return markdown(rows, headers) + setup(result) + f". {versions}; {note}"
 
 
-TABLES["attention"] = functools.partial(attention, is_whole=False)
-TABLES["all_attention"] = functools.partial(attention, is_whole=True)
-
-
 @table
 def attention_inputs(results: Path) -> str:
     """Attention's time beside FA3's on each kind of inputs, and how far its rate varies."""
-    if not is_measured(results, "attention"):
-        return unmeasured("attention")
     result = load(results, "attention")
     entries = [
         entry
         for entry in result["workloads"]
         if "fa3" not in entry["declined"]
-        and (tuple(entry["shape"]), entry["variant"]) not in targets_.HEAD_DIMS  # two kinds only
+        and (tuple(entry["shape"]), entry["variant"]) not in HEAD_DIMS  # two kinds only
     ]
     kinds = dict.fromkeys(kind for entry in entries for kind in entry["inputs"])
 
@@ -302,38 +260,13 @@ def attention_inputs(results: Path) -> str:
 
 
 @table
-def trained_attention(results: Path) -> str:
-    """How peaked the scores of a trained model are: of each layer's heads the least, median and most."""
-    if not is_measured(results, "trained_attention"):
-        return unmeasured("trained_attention")
-    result = load(results, "trained_attention")
-    names = {"std": 2, "above_mean": 1, "largest_share": 3}  # digits
-    rescales = {"online_rescales": 2, "lazy_rescales": 3}
-    rows = []
-    for kind in ("self", "cross"):
-        heads = attention_statistics.means_over_steps(result, kind)
-        for layer in dict.fromkeys(layer for layer, _ in heads):
-            row = [f"{kind}-attention {layer + 1}"]
-            for name, digits in (names | (rescales if kind == "self" else {})).items():
-                values = [means[name] for (of, _), means in heads.items() if of == layer]
-                shown = (min(values), statistics.median(values), max(values))
-                row.append(" / ".join(f"{value:.{digits}f}" for value in shown))
-            rows.append(row + [""] * (1 + len(names | rescales) - len(row)))
-    headers = ["layer", "standard deviation", "largest less mean", "weight of the largest"]
-    headers += ["rescales below 1024 queries", "rescales otherwise"]
-    return markdown(rows, headers) + setup(result)
-
-
-@table
 def attention_accuracy(results: Path) -> str:
     """Attention's error, and over the peers'."""
-    if not is_measured(results, "attention"):
-        return unmeasured("attention")
     result = load(results, "attention")
     rows = []
-    for entry in attention_workloads(result, is_whole=False):
+    for entry in attention_workloads(result):
         worst = worst_inputs(entry, lambda of_kind: of_kind["error_over"], max)
-        for kind, title in shown_inputs(entry, worst, targets_.EXTREMES).items():
+        for kind, title in shown_inputs(entry, worst, EXTREMES).items():
             measured = entry["inputs"][kind]
             rows.append(
                 [
@@ -351,38 +284,61 @@ def attention_accuracy(results: Path) -> str:
     return markdown(rows, headers) + setup(result)
 
 
-@table
-def targets(results: Path) -> str:
-    """What the operations should reach, and whether they do."""
-    names = ("attention", "group_norm", "in_part")
-    later = [name for name in names if is_measured(results, name)]
-    first = [name for name in targets_.FAMILIES if name not in targets_.MEASURED_LATER]
-    loaded = {name: load(results, name, AIMS_CARDS) for name in (*first, "host")}
-    loaded |= {name: load(results, name) for name in later}
-    loaded |= targets_.of_one_build(results)
-    gathered = {
-        name: of_runs
-        for name, gather in targets_.GATHERED.items()
-        if (of_runs := gather(results)) is not None
-    }
-    pipelines = pipeline_targets.gathered(results)
-    parts = [*gathered.values(), *([pipelines] if pipelines else [])]
-    runs = [*loaded.values(), *(run for of_runs in parts for run in of_runs["runs"])]
-    evaluated = targets_.evaluate({**loaded, **gathered}) + pipeline_targets.evaluate(pipelines)
-    return aims(evaluated) + setup(*runs)
+@figure
+def attention_worst(results: Path) -> str:
+    """The lowest speed of attention over FlashAttention-3's, on all inputs and shapes."""
+    entries = load(results, "attention")["workloads"]
+    over = [of["cold"]["over"].get("fa3") for e in entries for of in e["inputs"].values()]
+    return f"{min(value for value in over if value is not None):.2f}"
+
+
+# -- Limits of the GPU -------------------------------------------------------------------------
+
+
+def ceiling_group(measure: dict) -> tuple[str, str]:
+    """What the measures of one ceiling have in common."""
+    name = CEILING_SIZE.sub("", measure["name"])
+    return measure["program"], CEILING_MANNER.sub("", name)
+
+
+def ceiling_rank(measure: dict) -> tuple[int, float]:
+    """Higher for a larger size, then for a higher rate or a shorter time."""
+    size = CEILING_SIZE.search(measure["name"])
+    kibibytes = int(size[1]) << 10 * "KMG".index(size[2]) if size else 0
+    sign = -1 if measure["unit"] in TIME_UNITS else 1
+    return kibibytes, sign * measure["measured"]
+
+
+def quantity(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    digits = 2 if value < 100 else 0
+    return f"{value:.{digits}f} {unit.replace('us', 'µs')}"
 
 
 @table
-def accuracy_operations(results: Path) -> str:
-    """Each operation's error over eager's; of several outputs the worst."""
-    result = load(results, "accuracy")
-    dtypes = list(dict.fromkeys(entry["dtype"] for entry in result["operations"]))
-    worst: dict[str, dict[str, float]] = {}
-    for entry in result["operations"]:
-        row = worst.setdefault(entry["operation"], {})
-        row[entry["dtype"]] = max(entry["ratio"], row.get(entry["dtype"], 0.0))
-    rows = [
-        [name, *(f"{row[dtype]:.3f}" if dtype in row else "" for dtype in dtypes)]
-        for name, row in worst.items()
-    ]
-    return markdown(rows, ["error over eager's", *dtypes]) + setup(result)
+def ceilings(results: Path) -> str:
+    """The GPU's own limits: of a ceiling's measures the largest size, and of those the best.
+
+    Figures a clock are the same measures in another unit, and stay in the JSON.
+    """
+    result = load(results, "ceilings")
+    shown: dict[tuple[str, str], dict] = {}
+    for measure in result["measures"]:
+        if "clock" not in measure["unit"]:
+            group = ceiling_group(measure)
+            shown[group] = max(shown.get(group, measure), measure, key=ceiling_rank)
+    rows = []
+    for measure in shown.values():
+        unit, ratio = measure["unit"], measure["ratio"]
+        rows.append(
+            [
+                measure["program"].replace("_", " "),
+                measure["name"],
+                quantity(measure["measured"], unit),
+                quantity(measure["theoretical"], unit),
+                "" if ratio is None else f"{ratio:.0%}",
+            ]
+        )
+    headers = ["program", "measure", "measured", "theoretical", "ratio"]
+    return markdown(rows, headers) + setup(result)

@@ -16,15 +16,11 @@ from .common import (
     size_name,
     span,
     table,
+    there,
     times,
 )
 
 GPUS, MODELLED = "parallel", "parallel_modelled"
-COMMANDS = {
-    GPUS: "torchrun --standalone --nproc-per-node 4 benchmarks/bench_parallel.py",
-    MODELLED: "python benchmarks/bench_parallel.py --modelled",
-}
-
 Cells = Callable[[dict, dict | None, dict | None], list[str]]
 
 
@@ -90,9 +86,7 @@ def speedup(injected: dict | None) -> str:
 
 
 def rendered(results: Path, name: str, headers: list[str], cells: Cells) -> str:
-    measured = gathered(results, name)
-    if measured is None:
-        return f"Not measured yet: `{COMMANDS[name]}` does."
+    measured = there(gathered(results, name), name)
     rows = rows_of(measured["parallel"], cells)
     return markdown(rows, ["model and input", "GPUs", *headers]) + setup(*measured["runs"])
 
@@ -131,38 +125,6 @@ def parallel_modelled(results: Path) -> str:
     headers = ["own time: eager", "injected", "over eager", "sent, injected"]
     headers += ["modelled time, injected", "over one GPU"]
     return rendered(results, MODELLED, headers, cells)
-
-
-@table
-def parallel_copies(results: Path) -> str:
-    """Kernels that copy, in a forward of one modelled rank and on one GPU."""
-
-    def cells(entry: dict, eager: dict | None, injected: dict | None) -> list[str]:
-        row = []
-        for mode in (eager, injected):
-            copied = (mode or {}).get("copies")
-            row.append("" if copied is None else f"{copied['launches']:.0f}")
-            row.append(milliseconds(copied and copied["ms"], 2))
-        return row
-
-    headers = ["eager: copies", "their time", "injected: copies", "their time"]
-    return rendered(results, MODELLED, headers, cells)
-
-
-@table
-def attention_lse(results: Path) -> str:
-    """Attention with return_lse and without."""
-    result = history.shown("attention_lse", results)
-    if result is None:
-        return "Not measured yet: `python benchmarks/bench_attention_lse.py` does."
-    rows = []
-    for entry in result["attention_lse"]:
-        medians = [summary["median"] for summary in entry["microseconds"].values()]
-        each = [milliseconds(median / 1000, 2) for median in medians]
-        ratio = f"{entry['without_over_with']:.3f}"
-        rows.append(["×".join(map(str, entry["shape"])), *each, ratio])
-    headers = ["batch × queries × keys × heads × head dim", "without", "with return_lse"]
-    return markdown(rows, [*headers, "without over with"]) + setup(result)
 
 
 @figure

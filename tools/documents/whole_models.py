@@ -1,38 +1,88 @@
-"""Forwards of whole models, training, and the host's time."""
+"""Forwards of whole models, their errors, training, and the CPU time of calls."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import targets
+import models
 
+import accuracy
+
+from . import chosen
 from .common import (
+    FIGURES,
     MODE_NAMES,
-    is_measured,
+    NOT_MEASURED,
+    figure,
     load,
     markdown,
     milliseconds,
     setup,
     size_name,
+    span,
     table,
+    there,
     times,
-    unmeasured,
 )
-from .readme import rows_of_models
 
-CLASSES = {
-    "matrix products": ("gemm",),
-    "attention": ("attention",),
-    "everything else": ("other", "convolution"),
+VIDEO_MODES = {
+    **MODE_NAMES,
+    "eager-again": "eager, again",
+    "eager-efficient": "eager, memory-efficient attention",
+    "eager-math": "eager, unfused attention",
+    "eager-float32": "eager in float32",
 }
+
+
+def rows_of_models(
+    results: Path, cells: Callable[[dict, chosen.Forward], list[str]]
+) -> list[list[str]]:
+    """A row a forward of all models, those in full first; the cells after the name are `cells`' of it.
+
+    All are of one card and build. A model that this build did not measure has a row that says so.
+    """
+    measured = chosen.of_one_build(results)
+    rows: list[list[str]] = []
+    for title, names in (
+        ("**Replaced in full**", chosen.IN_FULL),
+        ("**Replaced in part**", chosen.IN_PART),
+    ):
+        rows.append([title])
+        for name in names:
+            if name not in measured:
+                rows.append([chosen.TITLES[name], NOT_MEASURED])
+                continue
+            result = measured[name]
+            rows += [
+                [f"{result['model']}, {size_name(forward.size)}", *cells(result, forward)]
+                for forward in chosen.forwards(result)
+            ]
+    return rows
+
+
+@table
+def summary_models(results: Path) -> str:
+    """The injected forward of each model beside the eager and the compiled one, with peaked weights."""
+
+    def cells(_: dict, forward: chosen.Forward) -> list[str]:
+        times_ms = (forward.eager, forward.compiled, forward.injected)
+        ratios = (forward.over_eager, forward.over_compiled)
+        return [*map(milliseconds, times_ms), *map(times, ratios)]
+
+    headers = ["model and input", "eager", "torch.compile", "injected"]
+    headers += ["over eager", "over torch.compile"]
+    measured = chosen.of_one_build(results).values()
+    return markdown(rows_of_models(results, cells), headers) + setup(*measured)
 
 
 @table
 def models_in_detail(results: Path) -> str:
     """Random weights, the GPU's other time, the distance from float32, and CUDA graphs, of each model."""
 
-    def cells(result: dict, forward: targets.Forward) -> list[str]:
-        of_random = {f.size: f for f in targets.forwards(result, "random")}[forward.size]
+    def cells(result: dict, forward: chosen.Forward) -> list[str]:
+        of_random = {f.size: f for f in chosen.forwards(result, "random")}[forward.size]
         ratios = [of_random.over_eager, of_random.over_compiled]
         ratios += [forward.rest_over_eager, forward.rest_over_compiled]
         ratios += [forward.distance_over_eager, forward.graphs_over_injected]
@@ -41,15 +91,13 @@ def models_in_detail(results: Path) -> str:
     headers = ["model and input", "random weights: over eager", "over torch.compile"]
     headers += ["other GPU time: of eager's", "of torch.compile's"]
     headers += ["distance from float32: of eager's", "CUDA graphs over injected"]
-    measured = targets.of_one_build(results).values()
+    measured = chosen.of_one_build(results).values()
     return markdown(rows_of_models(results, cells), headers) + setup(*measured)
 
 
 @table
 def in_part(results: Path) -> str:
     """Models replaced in part, compiled: with the kernels over without."""
-    if not is_measured(results, "in_part"):
-        return unmeasured("in_part")
     result = load(results, "in_part")
     rows = [
         [entry["model"], times(entry["speedup"]), ", ".join(map(times, entry["speedups"]))]
@@ -59,45 +107,45 @@ def in_part(results: Path) -> str:
     return markdown(rows, headers) + setup(result)
 
 
-@table
-def breakdown(results: Path) -> str:
-    """The GPU time of LTX-Video's forward by kernel class."""
-    result = load(results, "models")
-    rows = []
-    for size, entry in result["sizes"].items():
-        for mode, measured in entry["weights"][targets.MODEL_WEIGHTS]["modes"].items():
-            kernels = measured["kernels"]
-            # Older results count convolutions as something else.
-            rows.append(
-                [size_name(size), MODE_NAMES[mode]]
-                + [
-                    milliseconds(sum(kernels["classes"].get(key, {"ms": 0})["ms"] for key in keys))
-                    for keys in CLASSES.values()
-                ]
-                + [milliseconds(kernels["idle_ms"]), f"{kernels['total']['launches']:.0f}"]
-            )
-    headers = ["input", "mode", *CLASSES, "between kernels", "launches"]
-    return markdown(rows, headers) + setup(result)
+def injected_over(results: Path, names: Iterable[str], other: str) -> str:
+    """Of the table of all models."""
+    measured = chosen.of_one_build(results)
+    shown = [f for name in names if name in measured for f in chosen.forwards(measured[name])]
+    return span([getattr(forward, f"over_{other}") for forward in shown])
 
 
-@table
-def injection(results: Path) -> str:
-    """The time and the memory that injecting the kernels takes, by model."""
-    measured = targets.of_one_build(results)
-    rows = []
-    for result in measured.values():
-        for size, entry in result["sizes"].items():
-            took = entry["injection"]
-            rows.append(
-                [
-                    f"{result['model']}, {size_name(size)}",
-                    f"{took['change_s'] * 1e3:.0f} ms",
-                    f"{took['full_speed_s']:.2f} s",
-                    f"{took['allocated_growth_bytes'] / took['weights_bytes']:.2%}",
-                ]
-            )
-    headers = ["model and input", "inject_kernels", "full speed after", "memory growth"]
-    return markdown(rows, headers) + setup(*measured.values())
+for label, names in {"families": chosen.IN_FULL, "in_part": chosen.IN_PART}.items():
+    for other in ("eager", "compiled"):
+        FIGURES[f"{label}_over_{other}"] = functools.partial(
+            injected_over, names=names, other=other
+        )
+
+
+@figure
+def models_card(results: Path) -> str:
+    """The card of the table of all models."""
+    devices = {r["environment"]["device"] for r in chosen.of_one_build(results).values()}
+    return ", ".join(devices) or NOT_MEASURED
+
+
+@figure
+def full_speed_after(results: Path) -> str:
+    """Seconds from the injection on, the most of all models."""
+    sizes = [s for r in chosen.of_one_build(results).values() for s in r["sizes"].values()]
+    seconds = [s["injection"]["full_speed_s"] for s in sizes if "injection" in s]
+    return f"{max(seconds):.2f}" if seconds else NOT_MEASURED
+
+
+def standard_deviation(results: Path, weights: str) -> str:
+    """Of the scores of self-attention with these weights, in nats."""
+    return f"{load(results, 'models/ltx')['scores_std'][weights]:.0f}"
+
+
+for weights in models.WEIGHTS:
+    FIGURES[f"{weights}_scores_std"] = functools.partial(standard_deviation, weights=weights)
+
+
+# -- CPU time ----------------------------------------------------------------------------------
 
 
 @table
@@ -119,9 +167,7 @@ def host(results: Path) -> str:
 @table
 def host_forward(results: Path) -> str:
     """The host's time for a whole forward, eager and injected, under torch.inference_mode."""
-    gathered = targets.gathered_hosts(results)
-    if gathered is None:
-        return unmeasured("host_forward")
+    gathered = there(chosen.gathered_hosts(results), "host_forward")
     pairs: dict[tuple[str, str], dict[str, dict]] = {}
     for entry in gathered["forwards"]:
         if entry["context"] == "inference_mode":
@@ -148,6 +194,25 @@ def host_forward(results: Path) -> str:
     return markdown(rows, headers) + setup(*gathered["runs"]) + f", on {', '.join(processors)}"
 
 
+# -- Errors ------------------------------------------------------------------------------------
+
+
+@table
+def accuracy_operations(results: Path) -> str:
+    """Each operation's error over eager's; of several outputs the worst."""
+    result = load(results, "accuracy")
+    dtypes = list(dict.fromkeys(entry["dtype"] for entry in result["operations"]))
+    worst: dict[str, dict[str, float]] = {}
+    for entry in result["operations"]:
+        row = worst.setdefault(entry["operation"], {})
+        row[entry["dtype"]] = max(entry["ratio"], row.get(entry["dtype"], 0.0))
+    rows = [
+        [name, *(f"{row[dtype]:.3f}" if dtype in row else "" for dtype in dtypes)]
+        for name, row in worst.items()
+    ]
+    return markdown(rows, ["error over eager's", *dtypes]) + setup(result)
+
+
 @table
 def accuracy_models(results: Path) -> str:
     """The injected and the eager model's distance from the float32 model."""
@@ -164,11 +229,65 @@ def accuracy_models(results: Path) -> str:
     return markdown(rows, ["distance from float32", "injected", "eager", "ratio"]) + setup(result)
 
 
+@figure
+def accuracy_contract(results: Path) -> str:
+    """What the tests hold the errors over eager's to."""
+    return f"{accuracy.ACCURACY_CONTRACT}"
+
+
+@figure
+def operations_error(results: Path) -> str:
+    """The largest error of an operation over eager's."""
+    return f"{max(e['ratio'] for e in load(results, 'accuracy')['operations']):.3f}"
+
+
+@figure
+def model_error(results: Path) -> str:
+    return f"{max(entry['ratio'] for entry in load(results, 'accuracy')['models']):.3f}"
+
+
+def decibels(psnr: dict | None, missing: str) -> str:
+    return missing if psnr is None else f"{psnr['median']:.1f}, {psnr['min']:.1f} dB"
+
+
+def videos(results: Path, name: str) -> str:
+    """Each mode: shares of right figures, PSNR and SSIM against eager, PSNR against eager in float32."""
+    result = load(results, name)
+    rows = []
+    for mode, entry in result["videos"].items():
+        equal = "" if mode == "eager" else "equal"
+        rows.append(
+            [
+                VIDEO_MODES[mode],
+                *(f"{share:.1%}" for share in entry["right"].values()),
+                decibels(entry["psnr_db"], equal),
+                equal if entry["ssim"] is None else f"{entry['ssim']['median']:.4f}",
+                decibels(entry["psnr_to_float32_db"], ""),
+            ]
+        )
+    headers = ["mode", "color", "motion", "shape", "PSNR: median, lowest", "SSIM, median"]
+    headers.append("PSNR to float32: median, lowest")
+    size = "x".join(map(str, (*result["size"][3:], *result["size"][1:3])))
+    what = f"{result['captions']} captions, {size_name(size)}, {result['size'][0]} steps"
+    return markdown(rows, headers) + f"\n\n{what}, {result['dtype']}." + setup(result)
+
+
+@table
+def quality(results: Path) -> str:
+    return videos(results, "quality")
+
+
+@table
+def fp8_quality(results: Path) -> str:
+    return videos(results, "fp8_quality")
+
+
+# -- Training ----------------------------------------------------------------------------------
+
+
 @table
 def training(results: Path) -> str:
     """A training step of LTX-Video's blocks, eager and injected."""
-    if not is_measured(results, "training"):
-        return unmeasured("training")
     result = load(results, "training")
     blocks = result["blocks"]
     eager, injected = (blocks["modes"][mode] for mode in ("eager", "injected"))
@@ -192,39 +311,3 @@ def training(results: Path) -> str:
         *("eager", "injected", "eager over injected"),
     ]
     return markdown(rows, headers) + setup(result)
-
-
-@table
-def training_gradients(results: Path) -> str:
-    """The error of all gradients of small models, over eager training's."""
-    if not is_measured(results, "training"):
-        return unmeasured("training")
-    result = load(results, "training")
-    rows = [
-        [
-            entry["model"],
-            f"{entry['error_over_eager']:.4f}",
-            f"{entry['standard_error']:.4f}",
-            str(entry["samples"]),
-        ]
-        for entry in result["gradients"]
-    ]
-    headers = ["model", "error of eager's", "standard error", "samples"]
-    return markdown(rows, headers) + setup(result)
-
-
-@table
-def training_lora(results: Path) -> str:
-    """How far the loss of LoRA training is from eager's at most, beside what other data and float32 do."""
-    if not is_measured(results, "training"):
-        return unmeasured("training")
-    result = load(results, "training")
-    kinds = list(result["lora"][0]["largest_deviation_from_eager"])
-    rows = [
-        [
-            entry["model"],
-            *(f"{entry['largest_deviation_from_eager'][kind]:.5f}" for kind in kinds),
-        ]
-        for entry in result["lora"]
-    ]
-    return markdown(rows, ["largest deviation from eager's loss", *kinds]) + setup(result)

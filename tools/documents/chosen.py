@@ -1,0 +1,222 @@
+"""Which results the documents show, and the figures of a model's forwards in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import history
+import models
+
+FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax", "group_norm")
+# Models that injection replaces in full, and in part because it knows no family of them.
+IN_FULL = {
+    "ltx": "LTX-Video 2B",
+    "flux": "FLUX.1",
+    "flux2": "FLUX.2",
+    "sd3": "Stable Diffusion 3.5 Large",
+    "qwenimage": "Qwen-Image",
+    "wan": "Wan 2.1 14B",
+    "wan_small": "Wan 2.1 1.3B",
+    "ltx2": "LTX-2",
+    "ltx2_distilled": "LTX-2 distilled",
+    "z_image": "Z-Image",
+    "flux3": "FLUX.3",
+    "krea2": "Krea 2",
+    "chroma": "Chroma",
+    "lumina2": "Lumina 2",
+    "mochi": "Mochi",
+    "hunyuan_video15": "HunyuanVideo 1.5",
+    "hunyuan_video": "HunyuanVideo",
+    "cogvideox": "CogVideoX-5b",
+    "cosmos": "Cosmos-Predict2 2B",
+    "qwenimage21": "Qwen-Image 2.1",
+    "minimax_h3": "MiniMax-H3",
+    "sdxl": "Stable Diffusion XL",
+    "sdxl_channels_last": "Stable Diffusion XL, channels last",
+}
+IN_PART = {"auraflow": "AuraFlow", "allegro": "Allegro"}
+TITLES = {**IN_FULL, **IN_PART}
+PIPELINES = (
+    *("flux", "flux2", "flux3", "qwenimage", "sd3", "z_image", "sdxl"),
+    *("wan", "ltx", "ltx2", "hunyuan_video15"),
+)
+WEIGHTS = "peaked"  # of the models in tables and plots
+COMPILED = ("compiled", models.REGIONAL)  # of a whole model, and of its blocks
+# A peer this many times slower than eager PyTorch does not run as intended.
+BROKEN_OVER_EAGER = 5
+
+
+def is_broken(measured: Mapping, peer: str) -> bool:
+    """Whether a peer is so slow that its time is meaningless. Attention's peers have no eager time."""
+    over = measured["over"]
+    return {peer, "eager"} <= set(over) and over[peer] > BROKEN_OVER_EAGER * over["eager"]
+
+
+# -- Models ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forward:
+    """An injected forward at one size compared with eager and torch.compile, in milliseconds and ratios.
+
+    Unmeasured values are None. `compiled` is the fastest measured mode of COMPILED.
+    """
+
+    size: str
+    eager: float | None
+    compiled: float | None
+    compiled_mode: str | None
+    injected: float | None
+    over_eager: float | None
+    over_compiled: float | None
+    rest_over_eager: float | None
+    rest_over_compiled: float | None
+    distance_over_eager: float | None
+    graphs_over_injected: float | None
+
+
+def faster_compiled(modes: Mapping[str, Mapping]) -> str | None:
+    """The forward from the measured modes."""
+    measured = [mode for mode in COMPILED if mode in modes]
+    return min(measured, key=lambda mode: modes[mode]["ms"]["median"], default=None)
+
+
+def forwards(result: Mapping | None, weights: str = WEIGHTS) -> list[Forward]:
+    """The forwards of all sizes measured with these weights."""
+    rows = []
+    for size, entry in (result or {"sizes": {}})["sizes"].items():
+        modes = entry["weights"].get(weights, {}).get("modes", {})
+        compiled = faster_compiled(modes)
+
+        def ms(mode: str | None, modes: Mapping = modes) -> float | None:
+            return modes[mode]["ms"]["median"] if mode in modes else None
+
+        def rest(mode: str | None, modes: Mapping = modes) -> float | None:
+            kernels = modes.get(mode, {}).get("kernels")
+            return kernels["classes"]["other"]["ms"] if kernels else None
+
+        def over(one: float | None, other: float | None) -> float | None:
+            return one / other if one is not None and other else None
+
+        injected = ms("injected")
+        rows.append(
+            Forward(
+                size=size,
+                eager=ms("eager"),
+                compiled=ms(compiled),
+                compiled_mode=compiled,
+                injected=injected,
+                over_eager=over(ms("eager"), injected),
+                over_compiled=over(ms(compiled), injected),
+                rest_over_eager=over(rest("injected"), rest("eager")),
+                rest_over_compiled=over(rest("injected"), rest(compiled)),
+                distance_over_eager=modes.get("injected", {}).get("distance_over_eager"),
+                graphs_over_injected=over(injected, ms(models.GRAPHS)),
+            )
+        )
+    return rows
+
+
+def of_one_build(results: Path) -> dict[str, dict]:
+    """The newest result of each model, all of one card and one build, by TITLES' names.
+
+    They are the ones that measured the most models; of several of these the newest.
+    """
+    of_builds: dict[tuple, dict[str, dict]] = {}
+    for name in TITLES:
+        for result in history.kept(f"models/{name}", results):
+            environment = result["environment"]
+            card_and_build = environment["device"], history.commit(environment)
+            of_builds.setdefault(card_and_build, {})[name] = result
+
+    def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
+        return len(measured), max(r["environment"]["date"] for r in measured.values())
+
+    return max(of_builds.values(), key=rank, default={})
+
+
+def gathered_hosts(results: Path) -> dict | None:
+    """The newest CPU times of each model under each condition, and their runs."""
+
+    def key(entry: dict) -> tuple:
+        model = re.sub(r", [\d +]+ blocks", "", entry["model"])  # older results have fewer blocks
+        options = (entry.get("condition", "as published"), entry.get("weights", "random"))
+        return (model, *options, entry["context"], entry["mode"])
+
+    return history.gathered("host_forward", "forwards", key, results)
+
+
+# -- Pipelines ---------------------------------------------------------------------------------
+
+
+def gathered_pipelines(results: Path, name: str = "pipelines") -> dict | None:
+    """The newest result of each pipeline on the shown card, in the order of PIPELINES."""
+    found = history.gathered(name, "pipelines", lambda entry: entry["name"], results)
+    if found is not None:
+        found["pipelines"].sort(key=lambda entry: PIPELINES.index(entry["name"]))
+    return found
+
+
+def over(entry: Mapping, other: str, mode: str = "injected") -> float | None:
+    return entry["speedups"].get(mode, {}).get(other)
+
+
+def ratio(entry: Mapping, key: str, other: str, mode: str = "injected") -> float | None:
+    """A mode's figure over another mode's, if both were measured."""
+    mine, theirs = (entry["modes"].get(name, {}).get(key) for name in (mode, other))
+    return mine / theirs if mine and theirs else None
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------
+
+
+def gathered_forwards(results: Path) -> dict | None:
+    """The newest figures of each forward with CUDA graphs, and their runs.
+
+    Runs may have only some modes. Then it returns the newest of each set of modes that no other run's set
+    contains.
+    """
+    gathered = history.gathered(
+        "cuda_graphs",
+        "graph_forwards",
+        lambda f: (f["name"], f["size"], frozenset(modes_of(f))),
+        results,
+    )
+    if gathered is not None:
+        forwards = gathered["graph_forwards"]
+        order = list(TITLES)
+        chosen = sorted(
+            (f for f in forwards if not any(has_more_modes(other, f) for other in forwards)),
+            key=lambda f: (order.index(f["name"]), f["tokens"], -len(modes_of(f))),
+        )
+        gathered["graph_forwards"] = chosen
+        gathered["runs"] = [
+            run
+            for run in gathered["runs"]
+            if any(forward in run["graph_forwards"] for forward in chosen)
+        ]
+    return gathered
+
+
+def modes_of(forward: Mapping) -> set[str]:
+    """All measured modes of a forward with CUDA graphs."""
+    return {mode for weights in forward["weights"].values() for mode in weights["modes"]}
+
+
+def has_more_modes(other: Mapping, forward: Mapping) -> bool:
+    is_same = (other["name"], other["size"]) == (forward["name"], forward["size"])
+    return is_same and modes_of(other) > modes_of(forward)
+
+
+def of_weights(forward: Mapping) -> Mapping:
+    """The measurements of a forward with CUDA graphs with WEIGHTS, or with its only ones."""
+    by_weights = forward["weights"]
+    return by_weights.get(WEIGHTS) or next(iter(by_weights.values()))
+
+
+def graphs_over(forward: Mapping, other: str) -> float | None:
+    """Speedup with CUDA graphs over another mode, back to back."""
+    return of_weights(forward)["speedups"].get(models.GRAPHS, {}).get(other)
