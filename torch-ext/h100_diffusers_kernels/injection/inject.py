@@ -56,7 +56,8 @@ from .families import (
     z_image,
 )
 from .families.stable_diffusion import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
-from .graphs.cuda_graphs import GraphedStandIn, Pool
+from .graphs.cuda_graphs import GraphedStandIn
+from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .parts.norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
 from .quantized.fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART

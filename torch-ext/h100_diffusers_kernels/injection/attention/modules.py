@@ -23,29 +23,30 @@ from ...conditions import (
     attention_takes,
     dtype_name,
     is_differentiated,
-    kernels_take,
     may_write,
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
 from ..core.checks import KnownFunction, class_name
-from ..core.patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
+from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import attend_in_parallel, config_of, wire_empty
 from ..parts.linears import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
     can_write_linear,
+    inputs_taken,
     is_identity,
     linear,
     linear_per_sample,
     linears,
     run_dropout,
-    swiglu_of_two,
     write_linear,
 )
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
-from ..quantized.fp8_linears import Fp8Weight, are_fp8, fp8_weights_for
+from ..quantized.fp8_linears import are_fp8
 from .backend import (
     DISPATCH,
     NATIVE,
@@ -61,10 +62,9 @@ CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
 GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
 NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 # Linear layers and norms of an attention over two streams, for the image and for the text.
-_IMAGE = ("to_q", "to_k", "to_v"), ("norm_q", "norm_k")
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), ("norm_added_q", "norm_added_k")
+_IMAGE = QUERY_KEY_VALUE, ("norm_q", "norm_k")
+_TEXT = TEXT_QUERY_KEY_VALUE, ("norm_added_q", "norm_added_k")
 _NORMS = (*_IMAGE[1], *_TEXT[1])
-QUERY_KEY_VALUE, TEXT_QUERY_KEY_VALUE = _IMAGE[0], _TEXT[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,58 +412,6 @@ def key_lengths_of(call: Call, given: Any, mask: Tensor, batch: int, keys: int) 
     return {"key_lengths": lengths}
 
 
-def _weights_of_part(
-    kind: type, part: str, layers: Sequence[str], block: Any, x: Tensor, *others: str
-) -> dict[Any, Fp8Weight] | None:
-    """``fp8_weights_for`` x of the layers of ``block.part`` with the names ``layers``, and of those of the
-    block with the names ``others``, if a call of the part runs its stand-in without hooks. ``kind``: of the
-    stand-in's spec."""
-    module = block._modules.get(part)
-    # torch.compile cannot trace a read of the instance's forward.
-    if torch.compiler.is_compiling() or module is None:
-        return None
-    each = (*map(module._modules.get, layers), *map(block._modules.get, others))
-    weights = fp8_weights_for(x, *each)
-    if weights is None or getattr(module, "fused_projections", False):
-        return None
-    stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
-    is_known = type(stand_in) is StandIn and isinstance(stand_in.spec, kind)
-    return weights if is_known and bare_stand_in(stand_in.spec, module) else None
-
-
-attention_weights = partial(_weights_of_part, AttentionSpec)
-# Of a feed-forward with a stand-in of its own, in which no other part has layers of these names.
-gated_feed_forward_weights = partial(_weights_of_part, PatchSpec)
-# ``blocks.Prologue.weights_for`` before ``block.attn``: of the image or the only stream, and of the text.
-image_weights = partial(attention_weights, "attn", QUERY_KEY_VALUE)
-text_weights = partial(attention_weights, "attn", TEXT_QUERY_KEY_VALUE)
-# The same before ``block.attn1``.
-attn1_weights = partial(attention_weights, "attn1", QUERY_KEY_VALUE)
-
-
-def single_block_weights(block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
-    """``blocks.Prologue.weights_for`` of a single block, whose feed-forward takes the same norm."""
-    return attention_weights("attn", QUERY_KEY_VALUE, block, x, "proj_mlp")
-
-
-def inputs_taken(x: Any, *others: Any) -> bool:
-    """``kernels_take``. Inputs may be quantized."""
-    inputs = [each for each in (x, *others) if each is not None]
-    tensors = [each for each in inputs if type(each) is not QuantizedRows]
-    are_alike = all(each.dtype is x.dtype for each in inputs)
-    return are_alike and (not tensors or kernels_take(*tensors))
-
-
-def gated_feed_forward(
-    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
-) -> Tensor:
-    """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
-    if not inputs_taken(x):
-        return call.refuse(x)
-    modules = self._modules
-    return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
-
-
 def query_key_value(
     module: Any,
     x: Any,
@@ -655,7 +603,7 @@ def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
 _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
-class Stream(NamedTuple):
+class Projections(NamedTuple):
     """One token stream: query, key and value, each (B, S, H * d); the names of the query and key norms; and
     the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
     its layer and the layer's input, or a function."""
@@ -672,7 +620,7 @@ class Stream(NamedTuple):
 
 def project(
     call: Call, module: Any, image: Any, text: Any, image_rope: Any, text_rope: Any
-) -> list[Stream]:
+) -> list[Projections]:
     """The image stream, then the text stream if there is text, by the attention's linear layers. Both may be
     quantized."""
     sources = [(image, image_rope, *_IMAGE)]
@@ -683,7 +631,7 @@ def project(
         images, texts = as_tensor(image), as_tensor(text)
         packed = call.stand_in.functions[-1].function(module, images, texts)
         return [
-            Stream(packed[3 * i], packed[3 * i + 1], packed[3 * i + 2], norms, rope)
+            Projections(packed[3 * i], packed[3 * i + 1], packed[3 * i + 2], norms, rope)
             for i, (_, rope, _, norms) in enumerate(sources)
         ]
     modules = module._modules
@@ -692,18 +640,18 @@ def project(
         if text is None:
             config = context_parallel_of(call, module)
             query, key, value = query_key_value(module, x, None, config=config)
-            return [Stream(query, key, value, norms, rope)]
+            return [Projections(query, key, value, norms, rope)]
         if type(x) is QuantizedRows or are_fp8(modules[v]):
             query, key, value = linears(x, modules[q], modules[k], modules[v])
-            streams.append(Stream(query, key, value, norms, rope))
+            streams.append(Projections(query, key, value, norms, rope))
         else:
             query, key = linears(x, modules[q], modules[k])
-            streams.append(Stream(query, key, (modules[v], x), norms, rope))
+            streams.append(Projections(query, key, (modules[v], x), norms, rope))
     return streams
 
 
 def _joint_query_key_value(
-    call: Call, module: Any, streams: list[Stream], heads: int, config: Any
+    call: Call, module: Any, streams: list[Projections], heads: int, config: Any
 ) -> tuple[Tensor, Tensor, Any] | None:
     """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
     the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
@@ -778,7 +726,7 @@ def _joint_query_key_value(
 def attend_to_all(
     call: Call,
     module: Any,
-    streams: list[Stream],
+    streams: list[Projections],
     rotate: Callable[[Tensor, Any], Tensor],
     mask: Tensor | None = None,
     *,
@@ -815,7 +763,7 @@ def attend_to_all(
 
 
 def attend_jointly(
-    call: Call, module: Any, streams: list[Stream], *arguments: Any, **options: Any
+    call: Call, module: Any, streams: list[Projections], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d)."""
     length = streams[0].query.shape[1]
@@ -866,34 +814,3 @@ flux_attention_spec = partial(
     operations="qk_norm_rope",
     project="_get_qkv_projections",
 )
-
-
-def concat_streams(call: Call, first: Any, second: Any) -> Any:
-    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are adjacent in one buffer, such as the
-    slices of the previous block's joint result. They may be quantized for the same layers."""
-    if type(first) is type(second) is QuantizedRows:
-        values = concat_streams(call, first.values, second.values)
-        scale = concat_streams(call, first.scale, second.scale)
-        return QuantizedRows(values, scale, first.dtype, first.weights)
-    if call.state is not None and _are_adjacent(first, second):
-        return concat_view(first, second)
-    return torch.cat([as_tensor(first), as_tensor(second)], dim=1)
-
-
-def concat_view(first: Tensor, second: Tensor) -> Tensor:
-    shape = (first.shape[0], first.shape[1] + second.shape[1], first.shape[2])
-    return first.as_strided(shape, first.stride())
-
-
-def _are_adjacent(first: Tensor, second: Tensor) -> bool:
-    return (
-        type(first) is type(second) is Tensor
-        and first.dtype == second.dtype
-        and first.device == second.device
-        and not first.is_meta
-        and first.shape[0] == second.shape[0]
-        and first.shape[2] == second.shape[2]
-        and first.stride() == second.stride()
-        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-        and second.storage_offset() == first.storage_offset() + first.shape[1] * first.stride(1)
-    )

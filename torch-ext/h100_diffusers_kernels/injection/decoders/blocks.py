@@ -22,7 +22,7 @@ from ..core.checks import KnownClass, class_name, is_plain, why_not_plain
 from ..core.patch import Call, ExactSpec, Injection
 from ..parts.linears import why_not_silu
 from ..parts.norm_modules import apply_channel_norm, apply_group_norm
-from ..parts.norms import modulated, read_norm
+from ..parts.norms import read_norm, scale_and_shift
 
 _FILES = "diffusers.models.autoencoders."
 WAN, QWEN = f"{_FILES}autoencoder_kl_wan:Wan", f"{_FILES}autoencoder_kl_qwenimage:QwenImage"
@@ -208,7 +208,7 @@ def _run_fused(
             return out
         call.fall_back(out)
         out = own(x, *more, **others)
-        return modulated(out, *rows) if rows else out
+        return scale_and_shift(out, *rows) if rows else out
 
     def activation(x: Tensor) -> Tensor:
         out = fused.pop() if fused else None

@@ -23,57 +23,51 @@ from ...conditions import is_differentiated, kernels_take
 from ..attention.modules import (
     flux_attention_spec,
     forward_with_tables,
-    image_weights,
-    single_block_weights,
-    text_weights,
 )
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
-from ..parts.norms import clip_to_float16
-from ..parts.streams import (
-    FEED_FORWARDS,
-    ResidualBranch,
-    adaptive_prologue,
-    begin,
+from ..parts.joint_blocks import (
+    IMAGE_READERS,
+    SINGLE_READERS,
+    TEXT_READERS,
+    double_block,
     double_spec,
-    finish,
+    single_block,
     single_spec,
-    two_stream_block,
 )
+from ..parts.linears import LINEAR_GELU
+from ..parts.streams import adaptive_norm
 
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
 _FLUX = "diffusers.models.transformers.transformer_flux"
 
 
-def _rows(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor:
+def _rows(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor:
     return temb.flatten(1, 2)
 
 
-def _prologue(
+def _first_norm(
     call: Call,
     block: Any,
-    ahead: Tensor | None,
+    previous_x: Tensor | None,
     temb: Tensor,
     *,
-    name: str,
     first: int,
     last: int,
     **how: Any,
 ) -> Any:
-    """``adaptive_prologue`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
-    if ahead is not None:
+    """``adaptive_norm`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
+    if previous_x is not None:
         return None  # the model has not selected the next block's rows yet
-    rows = temb[:, first:last]
-    return adaptive_prologue(call, block, None, rows, name=name, modulation_of=_rows, **how)
+    return adaptive_norm(call, block, None, temb[:, first:last], modulation_of=_rows, **how)
 
 
 _DOUBLE = (
-    partial(_prologue, name="norm1", first=0, last=6, weights_for=image_weights),
-    partial(_prologue, name="norm1_context", first=6, last=12, weights_for=text_weights),
+    partial(_first_norm, name="norm1", first=0, last=6, readers=IMAGE_READERS),
+    partial(_first_norm, name="norm1_context", first=6, last=12, readers=TEXT_READERS),
 )
-_SINGLE = (partial(_prologue, name="norm", first=0, last=3, weights_for=single_block_weights),)
+_SINGLE = (partial(_first_norm, name="norm", first=0, last=3, readers=SINGLE_READERS),)
 
 
 def _double_block_forward(
@@ -93,7 +87,7 @@ def _double_block_forward(
         call.state.text_length = c.shape[1]
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     more["attention_mask"] = _product(call, attention_mask)
-    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), (temb,), **more)
+    return double_block(call, self, _DOUBLE, (x, c), (temb,), **more)[::-1]
 
 
 def _single_block_forward(
@@ -105,21 +99,16 @@ def _single_block_forward(
     attention_mask: Tensor | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Tensor:
-    x, modules = hidden_states, self._modules
+    x = hidden_states
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb,))
-    mlp = (modules["proj_mlp"], modules["act_mlp"])
-    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
-    attention_out = modules["attn"](
-        hidden_states=normalized,
-        image_rotary_emb=image_rotary_emb,
-        attention_mask=_product(call, attention_mask),
-        **(joint_attention_kwargs or {}),
-    )
-    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
-    (x,) = finish(call, self, _SINGLE, (ResidualBranch(x, out, gate),), (temb,), hands_over=False)
-    return clip_to_float16(x)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+
+    def attend(n: Any) -> Tensor:
+        mask = _product(call, attention_mask)
+        return self._modules["attn"](hidden_states=n, attention_mask=mask, **more)
+
+    return single_block(call, self, _SINGLE, (x,), (temb,), attend, hands_over=False)
 
 
 def _product(call: Call, mask: Tensor | None) -> Tensor | None:

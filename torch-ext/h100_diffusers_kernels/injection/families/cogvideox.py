@@ -22,11 +22,8 @@ from ...conditions import kernels_take
 from ..attention.modules import (
     ROTATED_ATTENTION,
     AttentionSpec,
-    Stream,
+    Projections,
     attend_to_all,
-    attn1_weights,
-    concat_streams,
-    inputs_taken,
     project_out,
 )
 from ..core.checks import is_plain
@@ -36,18 +33,22 @@ from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import (
     FEED_FORWARD,
     LINEAR_GELU,
+    QUERY_KEY_VALUE,
     feed_forward,
     feed_forward_branch,
-    feed_forward_weights,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
     linears,
     plain_weights,
 )
-from ..parts.norms import apply_norm, gated_residual, norm_notes
+from ..parts.norms import apply_norm, norm_notes
 from ..parts.streams import (
     BlockSpec,
-    Prologue,
-    ResidualBranch,
-    finish,
+    FirstNorm,
+    Stream,
+    concat_streams,
+    end,
     linear_of_silu,
     may_run_ahead,
     read_adaptive,
@@ -62,57 +63,50 @@ _ATTENTIONS = "diffusers.models.attention_processor"
 _QK_NORMS = ("norm_q", "norm_k")
 
 
-def _prologues(
-    call: Call, block: Any, name: str, ahead: Tensor | None, temb: Tensor, weights_for: Any
+def _norms(
+    call: Call, block: Any, name: str, previous_x: Tensor | None, temb: Tensor, readers: Any
 ) -> tuple[Any, Any]:
-    """The prologues of video and text with the adaptive norm ``block.name``; a prologue's row is the gate.
-
-    ``ahead`` as in ``PrologueMakers``, ``weights_for`` as in ``Prologue``. Both results are None if the
-    module has to compute them.
-    """
+    """The adaptive norm ``block.name`` of video and text, each with its gate as its row, as functions of
+    ``FirstNorms`` return them. Both are None if the module has to compute them."""
     module = block._modules[name]
     found = read_adaptive(module)
     if isinstance(found, str):
-        if ahead is None:
+        if previous_x is None:
             call.fall_back(f"{name} {found}")
             if call.state is not None:
                 call.state.shared.clear()  # the module may write to what it was made from
         return None, None
     count, (scale, shift, c_scale, c_shift), norm = found
     weight = norm[1][0]
-    if ahead is not None and weight is not None and weight.device != ahead.device:
+    if previous_x is not None and weight is not None and weight.device != previous_x.device:
         return None, None
-    modulation = linear_of_silu(call, module._modules["linear"], temb, ahead)
+    modulation = linear_of_silu(call, module._modules["linear"], temb, previous_x)
     if modulation is None:
         return None, None
     rows = modulation.unsqueeze(1).chunk(count, 2)
-    how: Any = {"weights_for": weights_for, "block": block}
+    of_video, of_text = (rows[scale], rows[shift]), (rows[c_scale], rows[c_shift])
     return (
-        Prologue(norm, module, "norm", (rows[scale], rows[shift]), rows[2:3], **how),
-        Prologue(norm, module, "norm", (rows[c_scale], rows[c_shift]), rows[5:], **how),
+        FirstNorm(norm, module, "norm", of_video, rows[2:3], readers, block),
+        FirstNorm(norm, module, "norm", of_text, rows[5:], readers, block),
     )
 
 
-def _feed_forward_weights(block: Any, x: Tensor) -> Any:
-    module = block._modules["ff"]
-    return feed_forward_weights(module, x) if _runs_twice(module, x) else None
+def _apply(call: Call, block: Any, name: str, video: Stream, text: Stream, *how: Any) -> None:
+    """Applies ``_norms`` to both streams; ``how``: its last arguments."""
+    for stream, norm in zip((video, text), _norms(call, block, name, None, *how)):
+        if norm is not None:
+            stream.apply(norm)
+            continue
+        video.n, text.n, *gates = block._modules[name](video.x, text.x, how[0])
+        video.rows, text.rows = ([gate] for gate in gates)
+        break
 
 
-def _makers() -> tuple:
-    """The makers of both prologues; the first makes both."""
-    made: list = []
-
-    def video(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
-        made[:] = _prologues(call, block, "norm1", ahead, temb, attn1_weights)
-        return made[0]
-
-    return video, lambda *_: made[1]
+_FIRST_READERS = partial(fp8_readers, "attn1", QUERY_KEY_VALUE)
 
 
-def _own_norm(block: Any, name: str, x: Tensor, c: Tensor, temb: Tensor) -> tuple:
-    """The adaptive norm by its module, in the form of two prologues' results."""
-    n, c_n, gate, c_gate = block._modules[name](x, c, temb)
-    return ((n,), (gate,)), ((c_n,), (c_gate,))
+def _second_readers(block: Any, x: Tensor) -> Any:
+    return feed_forward_reader("ff", block, x) if _runs_twice(block._modules["ff"], x) else None
 
 
 def _block_forward(
@@ -127,26 +121,28 @@ def _block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    begun = take_over(call, self, (x, c, temb))
-    if begun is None:
-        first, second = _prologues(call, self, "norm1", None, temb, attn1_weights)
-        begun = (first(x), second(c)) if first else _own_norm(self, "norm1", x, c, temb)
-    ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
-    more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
-    out, c_out = self._modules["attn1"](hidden_states=n, encoder_hidden_states=c_n, **more)
-    first, second = _prologues(call, self, "norm2", None, temb, _feed_forward_weights)
-    if first is None:
-        x, c = gated_residual(x, out, gate), gated_residual(c, c_out, c_gate)
-        begun = _own_norm(self, "norm2", x, c, temb)
+    both: list[Any] = []  # of the next block
+
+    def of_video(call: Call, block: Any, previous_x: Tensor, temb: Tensor) -> Any:
+        both[:] = _norms(call, block, "norm1", previous_x, temb, _FIRST_READERS)
+        return both[0]
+
+    handed = take_over(call, self, (x, c, temb))
+    video = Stream(call, self, x, of_video, (temb,))
+    text = Stream(call, self, c, lambda *_: both[1], (temb,))
+    if handed is None:
+        _apply(call, self, "norm1", video, text, temb, _FIRST_READERS)
     else:
-        x, *begun = first.after(ResidualBranch(x, out, gate), call)
-        c, *c_begun = second.after(ResidualBranch(c, c_out, c_gate), call)
-        begun = (*begun, *c_begun)
-    ((n,), (gate,)), ((c_n,), (c_gate,)) = begun
-    out, c_out = _feed_forwards(self._modules["ff"], n, c_n)
-    branches = ResidualBranch(x, out, gate), ResidualBranch(c, c_out, c_gate)
-    x, c = finish(call, self, _makers(), branches, (temb,))
-    return x, c
+        (video.n, video.rows), (text.n, text.rows) = handed
+    more = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
+    outs = self._modules["attn1"](hidden_states=video.n, encoder_hidden_states=text.n, **more)
+    video.add(outs[0], video.rows[0])
+    text.add(outs[1], text.rows[0])
+    _apply(call, self, "norm2", video, text, temb, _second_readers)
+    outs = _feed_forwards(self._modules["ff"], video.n, text.n)
+    video.add(outs[0], video.rows[0])
+    text.add(outs[1], text.rows[0])
+    return end(video, text)
 
 
 def _runs_twice(module: Any, x: Any) -> bool:
@@ -191,7 +187,7 @@ def _attention_forward(
             joint = [*(y.transpose(1, 2).flatten(2) for y in pair), joint[2]]
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    streams = [Stream(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
+    streams = [Projections(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
     out = attend_to_all(call, self, streams, rotate, dropout_p=0.0, is_causal=False)
     out = project_out(self, out)
     return out[:, length:], out[:, :length]

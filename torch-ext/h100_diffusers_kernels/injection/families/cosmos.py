@@ -25,9 +25,6 @@ from ..attention.modules import (
     ROTATED_ATTENTION,
     AttentionSpec,
     attend,
-    attention_weights,
-    attn1_weights,
-    inputs_taken,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -37,22 +34,22 @@ from ..core.patch import Call
 from ..parts.embeddings import COSMOS_POSITIONS, TIMESTEPS
 from ..parts.linears import (
     LINEAR_GELU,
+    QUERY_KEY_VALUE,
     feed_forward_branch,
-    feed_forward_weights,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
     linear,
     plain_weight,
 )
 from ..parts.norm_modules import COSMOS_OUTPUT_NORM
-from ..parts.norms import gated_residual
 from ..parts.streams import (
     BlockSpec,
-    Prologue,
-    ResidualBranch,
-    adaptive_prologue,
-    finish,
+    adaptive_norm,
+    end,
     linear_of_silu,
     may_run_ahead,
-    take_over,
+    start,
 )
 
 _COSMOS = "diffusers.models.transformers.transformer_cosmos"
@@ -60,12 +57,12 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
 
 
 def _modulation(
-    call: Call, module: Any, ahead: Tensor | None, t: Tensor, shared: Tensor | None
+    call: Call, module: Any, previous_x: Tensor | None, t: Tensor, shared: Tensor | None
 ) -> Tensor | None:
     """``linear_2(linear_1(silu(t))) + shared``, with the sum in one launch if all samples share a row."""
     layer = module._modules["linear_2"]
-    hidden = linear_of_silu(call, module._modules["linear_1"], t, ahead)
-    if hidden is None or (ahead is not None and not may_run_ahead(layer, ahead)):
+    hidden = linear_of_silu(call, module._modules["linear_1"], t, previous_x)
+    if hidden is None or (previous_x is not None and not may_run_ahead(layer, previous_x)):
         return None
     plain = plain_weight(layer)
     if (
@@ -80,30 +77,17 @@ def _modulation(
 
 
 # Rows are shift, scale and gate.
-_prologue = partial(adaptive_prologue, takes_emb=False, modulation_of=_modulation)
+_norm = partial(adaptive_norm, takes_emb=False, modulation_of=_modulation)
 
 
-def _query_weights(block: Any, x: Tensor) -> Any:
+def _query_reader(block: Any, x: Tensor) -> Any:
     layers = ("to_q", "q_img") if "q_img" in block._modules["attn2"]._modules else ("to_q",)
-    return attention_weights("attn2", layers, block, x)
+    return fp8_readers("attn2", layers, block, x)
 
 
-def _feed_forward_weights(block: Any, x: Tensor) -> Any:
-    return feed_forward_weights(block._modules["ff"], x)
-
-
-_FIRST = (partial(_prologue, name="norm1", weights_for=attn1_weights),)
-_SECOND = (partial(_prologue, name="norm2", weights_for=_query_weights),)
-_THIRD = (partial(_prologue, name="norm3", weights_for=_feed_forward_weights),)
-
-
-def _after(call: Call, block: Any, makers: Any, conditions: Any, *branch: Any) -> Any:
-    """``h = residual + gate * x`` of the branch, and the prologue's result for it."""
-    made = makers[0](call, block, None, *conditions)
-    if isinstance(made, Prologue):
-        return made.after(ResidualBranch(*branch), call)
-    h = gated_residual(*branch)
-    return h, made(h)
+_FIRST = partial(_norm, name="norm1", readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE))
+_SECOND = partial(_norm, name="norm2", readers=_query_reader)
+_THIRD = partial(_norm, name="norm3", readers=partial(feed_forward_reader, "ff"))
 
 
 def _block_forward(
@@ -125,24 +109,16 @@ def _block_forward(
         return call.refuse(x, *conditions, extra_pos_emb, controlnet_residual)
     if self.before_proj is not None:
         x = linear(self.before_proj, x) + latents
-    handed = take_over(call, self, (x, *conditions))
-    if handed is not None:
-        (begun,) = handed
-    elif extra_pos_emb is None:
-        begun = _FIRST[0](call, self, None, *conditions)(x)
-    else:
-        x, begun = _after(call, self, _FIRST, conditions, x, extra_pos_emb, None)
-    (n,), (_, _, gate) = begun
-    out = modules["attn1"](n, image_rotary_emb=image_rotary_emb)
-    x, ((n,), (_, _, next_gate)) = _after(call, self, _SECOND, conditions, x, out, gate)
-    c, mask = encoder_hidden_states, attention_mask
-    out = modules["attn2"](n, encoder_hidden_states=c, attention_mask=mask)
-    x, ((n,), (_, _, gate)) = _after(call, self, _THIRD, conditions, x, out, next_gate)
-    out = feed_forward_branch(modules["ff"], n)
+    (s,) = start(call, self, (_FIRST,), (x,), conditions, addend=extra_pos_emb)
+    s.add(modules["attn1"](s.n, image_rotary_emb=image_rotary_emb), s.rows[2])
+    s.apply(_SECOND(call, self, None, *conditions))
+    options = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
+    s.add(modules["attn2"](s.n, **options), s.rows[2])
+    s.apply(_THIRD(call, self, None, *conditions))
+    s.add(feed_forward_branch(modules["ff"], s.n), s.rows[2])
     if controlnet_residual is not None:
-        x, out, gate = gated_residual(x, out, gate), controlnet_residual, None
-    branches, hands_over = (ResidualBranch(x, out, gate),), extra_pos_emb is None
-    (x,) = finish(call, self, _FIRST, branches, conditions, hands_over=hands_over)
+        s.add(controlnet_residual)
+    x = end(s, hands_over=extra_pos_emb is None)
     return x if self.after_proj is None else (x, linear(self.after_proj, x))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...conditions import kernels_take
@@ -23,20 +22,16 @@ from ..attention.modules import flux_attention_spec
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.linears import LINEAR_GELU, linear_and_gelu, linear_of_concat
-from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import clip_to_float16
-from ..parts.streams import (
-    DOUBLE_PROLOGUES,
-    FEED_FORWARDS,
-    SINGLE_PROLOGUES,
-    ResidualBranch,
-    begin_joint,
+from ..parts.joint_blocks import (
+    DOUBLE_NORMS,
+    SINGLE_NORMS,
+    double_block,
     double_spec,
-    finish,
+    single_block,
     single_spec,
-    two_stream_block,
 )
+from ..parts.linears import LINEAR_GELU
+from ..parts.norm_modules import OUTPUT_NORM
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
@@ -55,7 +50,7 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, DOUBLE_PROLOGUES, FEED_FORWARDS, (x, c), (temb,), **more)
+    return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
 
 
 def _single_block_forward(
@@ -70,26 +65,12 @@ def _single_block_forward(
     x, c = hidden_states, encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    text_length = c.shape[1]
-    x, ((normalized,), (_, _, gate)) = begin_joint(call, self, SINGLE_PROLOGUES[0], c, x, (temb,))
-    modules = self._modules
-    mlp = (modules["proj_mlp"], modules["act_mlp"])
-    mlp_out = linear_and_gelu(*mlp, normalized, modules["proj_out"])
-    attention_out = modules["attn"](
-        hidden_states=normalized,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    out = linear_of_concat(call, modules["proj_out"], attention_out, mlp_out)
-    branch = ResidualBranch(x, out, gate)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
 
-    def as_returned(results: Any) -> tuple[Tensor, Tensor]:
-        x = clip_to_float16(results[0])
-        # Views that may be written to, unlike those of `split`.
-        return x[:, :text_length], x[:, text_length:]
+    def attend(n: Any) -> Tensor:
+        return self._modules["attn"](hidden_states=n, **more)
 
-    how: dict[str, Any] = {"hands_over": x.dtype != torch.float16, "as_returned": as_returned}
-    return finish(call, self, SINGLE_PROLOGUES, (branch,), (temb,), **how)  # type: ignore[return-value]
+    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend)
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")

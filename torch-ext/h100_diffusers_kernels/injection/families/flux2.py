@@ -20,14 +20,10 @@ from torch import Tensor
 from ... import functional
 from ...conditions import is_differentiated, kernels_take, may_write
 from ..attention.modules import (
-    QUERY_KEY_VALUE,
-    TEXT_QUERY_KEY_VALUE,
     AttentionSpec,
     attend,
-    attention_weights,
     context_parallel_of,
     flux_attention_spec,
-    inputs_taken,
     norm_and_rotate,
 )
 from ..core.checks import is_plain
@@ -35,10 +31,15 @@ from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
 from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.joint_blocks import double_block
 from ..parts.linears import (
     FLUX2_SWIGLU,
+    QUERY_KEY_VALUE,
     SILU,
+    TEXT_QUERY_KEY_VALUE,
     fp8_columns,
+    fp8_readers,
+    inputs_taken,
     linear,
     linear_of_concat,
     linear_per_sample,
@@ -47,23 +48,20 @@ from ..parts.linears import (
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import clip_to_float16
 from ..parts.streams import (
-    FEED_FORWARDS,
     BlockSpec,
-    ResidualBranch,
-    begin,
-    finish,
-    norm_prologue,
-    two_stream_block,
+    end,
+    plain_norm,
+    start,
 )
 from ..quantized.fp8_linears import computed
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
 
-def _prologue(
+def _first_norm(
     call: Call,
     block: Any,
-    ahead: Tensor | None,
+    previous_x: Tensor | None,
     *modulations: Tensor,
     name: str,
     count: int,
@@ -73,22 +71,22 @@ def _prologue(
     ``layers``: those of the attention that take the norm's result."""
     modulation = modulations[-1 if name.endswith("context") else 0]
 
-    def rows_of(modulation: Tensor) -> tuple:
+    def split(modulation: Tensor) -> tuple:
         by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
         return by_token.chunk(count, dim=-1)
 
-    rows = partial(call.shared, f"{name} rows", modulation, rows_of)
-    weights_for = partial(attention_weights, "attn", layers)
-    return norm_prologue(call, block, name, ahead, rows, weights_for=weights_for)
+    rows_of = partial(call.shared, f"{name} rows", modulation, split)
+    readers = partial(fp8_readers, "attn", layers)
+    return plain_norm(call, block, previous_x, name=name, rows_of=rows_of, readers=readers)
 
 
 # Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
 _DOUBLE = (
-    partial(_prologue, name="norm1", count=6, layers=QUERY_KEY_VALUE),
-    partial(_prologue, name="norm1_context", count=6, layers=TEXT_QUERY_KEY_VALUE),
+    partial(_first_norm, name="norm1", count=6, layers=QUERY_KEY_VALUE),
+    partial(_first_norm, name="norm1_context", count=6, layers=TEXT_QUERY_KEY_VALUE),
 )
 # Rows are shift, scale and gate.
-_SINGLE = (partial(_prologue, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
+_SINGLE = (partial(_first_norm, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
 
 
 def _double_block_forward(
@@ -105,7 +103,7 @@ def _double_block_forward(
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return two_stream_block(call, self, _DOUBLE, FEED_FORWARDS, (x, c), conditions, **more)
+    return double_block(call, self, _DOUBLE, (x, c), conditions, **more)[::-1]
 
 
 def _single_block_forward(
@@ -125,16 +123,10 @@ def _single_block_forward(
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    (((normalized,), (_, _, gate)),) = begin(call, self, _SINGLE, (x,), (temb_mod,))
-    attention_out = self._modules["attn"](
-        hidden_states=normalized,
-        image_rotary_emb=image_rotary_emb,
-        **(joint_attention_kwargs or {}),
-    )
-    branches = (ResidualBranch(x, attention_out, gate),)
-    hands_over = x.dtype != torch.float16
-    (x,) = finish(call, self, _SINGLE, branches, (temb_mod,), hands_over=hands_over)
-    x = clip_to_float16(x)
+    (s,) = start(call, self, _SINGLE, (x,), (temb_mod,))
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    s.add(self._modules["attn"](hidden_states=s.n, **more), s.rows[2])
+    x = clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 

@@ -19,10 +19,7 @@ from torch import Tensor
 from ...conditions import kernels_take
 from ..attention.modules import (
     attend,
-    concat_streams,
     flux_attention_spec,
-    image_weights,
-    inputs_taken,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -30,28 +27,43 @@ from ..attention.modules import (
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.linears import feed_forward, feed_forward_weights, linear, swiglu_spec
-from ..parts.norm_modules import modulated
+from ..parts.linears import (
+    QUERY_KEY_VALUE,
+    feed_forward,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
+    linear,
+    swiglu_spec,
+)
+from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from ..parts.streams import BlockSpec, Rows, concat_streams, end, plain_norm, start
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
 
 
-def _weights_for(block: Any, x: Tensor) -> Any:
-    """Of attention and feed-forward."""
-    weights, others = image_weights(block, x), feed_forward_weights(block._modules["ff"], x)
+def _readers(block: Any, x: Tensor) -> Any:
+    """Attention and feed-forward."""
+    weights = fp8_readers("attn", QUERY_KEY_VALUE, block, x)
+    others = None if weights is None else feed_forward_reader("ff", block, x)
     return {**weights, **others} if weights and others else None
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None, *modulations: Tensor, i: int) -> Any:
+def _first_norm(
+    call: Call, block: Any, previous_x: Tensor | None, *modulations: Tensor, i: int
+) -> Any:
     """Rows are shift, scale and gate of the i-th modulation, each (B, S, D)."""
-    rows = partial(call.shared, f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
-    return norm_prologue(call, block, "norm", ahead, rows, weights_for=_weights_for)
+
+    def rows_of(*modulations: Tensor) -> Rows:
+        return call.shared(f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
+
+    how: Any = {"name": "norm", "rows_of": rows_of, "readers": _readers}
+    return plain_norm(call, block, previous_x, *modulations, **how)
 
 
-_IMAGE = (partial(_prologue, i=0),)
-_BOTH = (*_IMAGE, partial(_prologue, i=1))
+_IMAGE = (partial(_first_norm, i=0),)
+_BOTH = (*_IMAGE, partial(_first_norm, i=1))
 
 
 def _mode_block_forward(
@@ -60,10 +72,10 @@ def _mode_block_forward(
     x = hidden_states
     if not kernels_take(x, temb_mod):
         return call.refuse(x, temb_mod)
-    (((n,), (_, _, gate)),) = begin(call, self, _IMAGE, (x,), (temb_mod,))
-    attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
-    branch = ResidualBranch(x, attention_out, gate, addend=out)
-    return finish(call, self, _IMAGE, (branch,), (temb_mod,))[0]
+    (s,) = start(call, self, _IMAGE, (x,), (temb_mod,))
+    attention_out, out = _attention_and_feed_forward(self, s.n, image_rotary_emb)
+    s.add(attention_out, s.rows[2], addend=out)
+    return end(s)
 
 
 def _single_block_forward(
@@ -78,16 +90,12 @@ def _single_block_forward(
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod, temb_mod_context)
     if not kernels_take(x, c, *conditions):
         return call.refuse(x, c, *conditions)
-    begun = begin(call, self, _BOTH, (x, c), conditions)
-    ((n,), (_, _, gate)), ((c_n,), (_, _, c_gate)) = begun
-    n, length = concat_streams(call, c_n, n), c.shape[1]
+    image, text = start(call, self, _BOTH, (x, c), conditions)
+    n, length = concat_streams(call, text.n, image.n), c.shape[1]
     attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
-    branches = (
-        ResidualBranch(x, attention_out[:, length:], gate, addend=out[:, length:]),
-        ResidualBranch(c, attention_out[:, :length], c_gate, addend=out[:, :length]),
-    )
-    x, c = finish(call, self, _BOTH, branches, conditions)
-    return c, x
+    image.add(attention_out[:, length:], image.rows[2], addend=out[:, length:])
+    text.add(attention_out[:, :length], text.rows[2], addend=out[:, :length])
+    return end(image, text)[::-1]
 
 
 def _attention_and_feed_forward(block: Any, n: Any, rope: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +142,7 @@ def _output_norm_forward(self: Any, call: Call, hidden_states: Tensor, temb: Ten
     modules = self._modules
     row = linear(modules["linear"], modules["act_fn"](_one_row(temb)))
     scale, shift = row.chunk(2, dim=-1)
-    return modulated(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
+    return norm_and_modulate(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
 
 
 def _block(name: str, forward: Any) -> BlockSpec:

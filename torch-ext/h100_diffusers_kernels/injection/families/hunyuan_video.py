@@ -1,8 +1,12 @@
 """HunyuanVideo 1.0 and 1.5, FramePack and HunyuanImage: how their transformers map to the operations.
 
-Their blocks are those of FLUX.1, with another attention (see ``hunyuan_attention``) and the image before the
-text. Version 1.5 has no single blocks. Image-to-video has blocks of its own: see
-``hunyuan_token_replace``.
+Their blocks are those of FLUX.1 with the image before the text. Version 1.5 has no single blocks. Blocks for
+image-to-video replace the first frame: its tokens take the modulation of a second embedding.
+
+Attention is joint. Only the image is rotated, and the text is padded. All keys of the image are valid. The
+video models put the valid text first, so their mask is a number of keys for each sample. HunyuanImage may
+pass any mask of the text; it becomes a bias. Version 1.5 also masks the queries of the padding, with a mask
+(B, 1, S, S) that each block makes anew. A query without keys gets zeros.
 
 A block of the text's refiner has the gates of a linear layer of the time embedding,
 
@@ -11,22 +15,188 @@ A block of the text's refiner has the gates of a linear layer of the time embedd
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...conditions import kernels_take
+from ..attention.modules import (
+    ROTATED_ATTENTION,
+    AttentionSpec,
+    attend_jointly,
+    attend_to_all,
+    context_parallel_of,
+    key_lengths_of,
+    project,
+    project_out,
+    project_text_out,
+)
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
+from ..parallel.exchange import mask_of_rank
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, feed_forward
+from ..parts.joint_blocks import (
+    DOUBLE_NORMS,
+    FLUX_OPERATIONS,
+    IMAGE_READERS,
+    SINGLE_NORMS,
+    SINGLE_READERS,
+    double_block,
+    double_spec,
+    single_block,
+    single_spec,
+)
+from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import apply_norm, gated_residual, residual_norm
-from ..parts.streams import DOUBLE_PROLOGUES, SINGLE_PROLOGUES, BlockSpec, double_spec, single_spec
-from .hunyuan_attention import double_block, joint_attention, single_block
-from .hunyuan_token_replace import REPLACING_BLOCKS
+from ..parts.norms import ChosenRows
+from ..parts.streams import (
+    BlockSpec,
+    FirstNorm,
+    FirstNorms,
+    Stream,
+    adaptive_norm,
+    concat_streams,
+    linear_of_silu,
+)
 
 _MODELS = "diffusers.models.transformers.transformer_"
+
+
+def _run_double_block(
+    block: Any,
+    call: Call,
+    first_norms: FirstNorms,
+    x: Tensor,
+    c: Tensor,
+    conditions: tuple[Any, ...],
+    mask: Any,
+    rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """A block of image x and text c. ``conditions``: as in ``streams.start``, first the embeddings."""
+    if not kernels_take(x, c, *conditions[:2]):
+        return call.refuse(x, c, *conditions[:2])
+    if call.state is not None:
+        call.state.block_mask = mask
+    options = {"attention_mask": mask, "image_rotary_emb": rope}
+    return double_block(call, block, first_norms, (x, c), conditions, clips=False, **options)
+
+
+def _run_single_block(
+    block: Any,
+    call: Call,
+    first_norms: FirstNorms,
+    x: Tensor,
+    c: Tensor,
+    conditions: tuple[Any, ...],
+    mask: Any,
+    rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """A block of the concat of both. Query, key, value and feed-forward take the same norm."""
+    if not kernels_take(x, c, *conditions[:2]):
+        return call.refuse(x, c, *conditions[:2])
+    length = x.shape[1]
+
+    def attend(n: Any) -> Tensor:
+        if call.state is not None:
+            call.state.block_mask = mask
+        streams = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
+        options = {"attention_mask": mask, "image_rotary_emb": rope}
+        return concat_streams(call, *block._modules["attn"](**streams, **options))
+
+    return single_block(call, block, first_norms, (x, c), conditions, attend, clips=False)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    *,
+    is_prefix: bool = True,
+    masks_text: bool = False,
+    **kwargs,
+) -> Any:
+    """``is_prefix``: whether the model puts valid keys before the padding. ``masks_text``: whether the mask
+    is (B, T) of the text, not (B, 1, 1, S) of all keys."""
+    x, c, rope, modules = hidden_states, encoder_hidden_states, image_rotary_emb, self._modules
+    if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    length, mask = x.shape[1], attention_mask
+    options: dict[str, Any] = {}
+    if mask is not None:
+        if masks_text:
+            if mask.shape[0] != x.shape[0]:
+                return NotImplemented  # the model's own code raises
+            mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
+        config = context_parallel_of(call, self)
+        if config is not None:
+            mask = mask_of_rank(config, mask, length, c.shape[1])
+        elif is_prefix:
+            shape = x.shape[0], length + c.shape[1]
+            options = key_lengths_of(call, attention_mask, mask, *shape)
+    if modules.get("add_q_proj") is not None:
+        streams = project(call, self, x, c, rope, None)
+        out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
+        if masks_text and mask is not None:
+            of_padding = call.shared("padding", mask, lambda m: ~m[:, 0, 0, length:, None])
+            c_out = c_out.masked_fill(of_padding, 0)
+        return project_out(self, out, x), project_text_out(self, c_out, c)
+    if rope is not None:
+        extend = partial(_extended, count=c.shape[1])
+        rope = call.shared(("tables", c.shape[1]), rope, extend)
+    streams = project(call, self, concat_streams(call, x, c), None, rope, None)
+    out = attend_to_all(call, self, streams, rotate, mask, **options)
+    return project_out(self, out[:, :length]), out[:, length:]
+
+
+def _is_pair_of_tables(rope: Any) -> bool:
+    is_pair = isinstance(rope, (tuple, list)) and len(rope) == 2
+    return is_pair and all(isinstance(table, Tensor) and table.dim() == 2 for table in rope)
+
+
+def _extended(rope: Any, count: int) -> tuple[Tensor, Tensor]:
+    """Tables (S, d) of the image with rows for tokens of text, which they do not rotate."""
+    cos, sin = rope
+    shape = (count, cos.shape[1])
+    return torch.cat([cos, cos.new_ones(shape)]), torch.cat([sin, sin.new_zeros(shape)])
+
+
+def _mask_of_all(mask: Tensor, count: int) -> Tensor:
+    """The mask (B, 1, 1, S) of ``count`` keys of the image, which are valid, and of the text."""
+    return torch.nn.functional.pad(mask, (count, 0), value=True).bool()[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _JointAttention(AttentionSpec):
+    """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone."""
+
+    def matches(self, module: Any) -> bool:
+        matches = super().matches(module)
+        return matches and bool(module.pre_only or module.added_kv_proj_dim is not None)
+
+
+def _joint_attention(processor: str, **how: Any) -> AttentionSpec:
+    """``how``: see ``_attention_forward``."""
+    return _JointAttention(
+        "diffusers.models.attention_processor:Attention",
+        partial(_attention_forward, **how),
+        "qk_norm_rope",
+        processor=processor,
+        splits_masks=False,
+        **ROTATED_ATTENTION,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks
 
 
 def _double_block_forward(
@@ -44,7 +214,7 @@ def _double_block_forward(
     # The first block gets the transposed result of a convolution.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
-    return double_block(self, call, DOUBLE_PROLOGUES, x, c, (temb,), attention_mask, rope)
+    return _run_double_block(self, call, DOUBLE_NORMS, x, c, (temb,), attention_mask, rope)
 
 
 def _single_block_forward(
@@ -59,7 +229,7 @@ def _single_block_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-    return single_block(self, call, SINGLE_PROLOGUES, x, c, (temb,), mask, rope)
+    return _run_single_block(self, call, SINGLE_NORMS, x, c, (temb,), mask, rope)
 
 
 def _refiner_block_forward(
@@ -68,15 +238,135 @@ def _refiner_block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    attention_out = modules["attn"](
-        hidden_states=apply_norm(call, self, "norm1", x),
-        encoder_hidden_states=None,
-        attention_mask=attention_mask,
+    s = Stream(call, self, x)
+    n = s.norm("norm1")
+    out = modules["attn"](
+        hidden_states=n, encoder_hidden_states=None, attention_mask=attention_mask
     )
     gate, gate_mlp = modules["norm_out"](temb)
-    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate)
-    return gated_residual(x, feed_forward(modules["ff"], normalized), gate_mlp)
+    s.add(out, gate)
+    s.add(feed_forward(modules["ff"], s.norm("norm2")), gate_mlp)
+    return s.x
 
+
+# --------------------------------------------------------------------------------------------------
+# Blocks that replace the first frame
+
+_VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
+_REPLACING = f"{_VIDEO}:HunyuanVideoTokenReplace"
+
+
+def _modulation(
+    call: Call, module: Any, previous_x: Tensor | None, temb: Tensor, replacing: Tensor, _: int
+) -> Tensor | None:
+    """Both embeddings' rows, (2 * B, N * D)."""
+    layer = module._modules["linear"]
+    rows = linear_of_silu(call, layer, temb, previous_x)
+    of_first = linear_of_silu(call, layer, replacing, previous_x, "replacing silu")
+    return None if rows is None or of_first is None else torch.cat([rows, of_first])
+
+
+def _first_norm(
+    call: Call,
+    block: Any,
+    previous_x: Tensor | None,
+    temb: Tensor,
+    replacing: Tensor,
+    first: int,
+    *,
+    length: int,
+    **how: Any,
+) -> Any:
+    """``adaptive_norm`` for ``length`` tokens; the ``first`` ones take the second embedding's rows."""
+    how.update(takes_emb=False, modulation_of=_modulation)
+    made = adaptive_norm(call, block, previous_x, temb, replacing, first, **how)
+    if made is None:
+        return None
+    make = partial(_indices, first=first, length=length)
+    index = call.shared(("indices", first, length), temb, make)
+
+    def chosen(rows: Tensor) -> ChosenRows:
+        return ChosenRows(rows.squeeze(1), index)
+
+    if isinstance(made, FirstNorm):
+        modulation, rows = (tuple(map(chosen, each)) for each in (made.modulation, made.rows))
+        return made._replace(modulation=modulation, rows=rows)
+
+    def run_module(x: Tensor) -> tuple[Any, Any]:
+        normalized, (_, _, *rows) = made(x)
+        half = len(rows) // 2
+        pairs = zip(rows[:half], rows[half:])
+        return normalized, (None, None, *[chosen(torch.cat(pair)) for pair in pairs])
+
+    return run_module
+
+
+def _indices(temb: Tensor, first: int, length: int) -> Tensor:
+    """The row of each token, int32 (B, S)."""
+    batch = temb.shape[0]
+    samples = torch.arange(batch, dtype=torch.int32, device=temb.device)[:, None]
+    is_first = torch.arange(length, device=temb.device) < first
+    return torch.where(is_first, samples + batch, samples)
+
+
+def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, *_: Any) -> Any:
+    return DOUBLE_NORMS[1](call, block, previous_x, temb)
+
+
+def _replacing_double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Any = None,
+    token_replace_emb: Any = None,
+    num_tokens: Any = None,
+) -> Any:
+    x, c, first = hidden_states.contiguous(), encoder_hidden_states, num_tokens
+    if token_replace_emb is None or first is None:
+        return NotImplemented
+    how: Any = {"name": "norm1", "length": x.shape[1], "readers": IMAGE_READERS}
+    first_norms = (partial(_first_norm, **how), _text_norm)
+    conditions = (temb, token_replace_emb, first)
+    return _run_double_block(self, call, first_norms, x, c, conditions, attention_mask, freqs_cis)
+
+
+def _replacing_single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Any = None,
+    token_replace_emb: Any = None,
+    num_tokens: Any = None,
+) -> Any:
+    x, c, first = hidden_states, encoder_hidden_states, num_tokens
+    if token_replace_emb is None or first is None:
+        return NotImplemented
+    length = x.shape[1] + c.shape[1]
+    how: Any = {"name": "norm", "length": length, "readers": SINGLE_READERS}
+    first_norms, conditions = (partial(_first_norm, **how),), (temb, token_replace_emb, first)
+    return _run_single_block(
+        self, call, first_norms, x, c, conditions, attention_mask, image_rotary_emb
+    )
+
+
+_REPLACING_BLOCKS = (
+    double_spec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
+    single_spec(
+        f"{_REPLACING}SingleTransformerBlock",
+        _replacing_single_block_forward,
+        operations=FLUX_OPERATIONS,
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------
+# Families
 
 _BLOCK = "self hidden_states encoder_hidden_states temb attention_mask"
 _ONCE = (
@@ -89,7 +379,7 @@ _ONCE = (
 def _family(
     name: str, library: str, prefix: str, processor: str, *specs: PatchSpec, **how: Any
 ) -> Family:
-    """``prefix``: of the names of the blocks' classes. ``how``: see ``joint_attention``."""
+    """``prefix``: of the names of the blocks' classes. ``how``: see ``_attention_forward``."""
     path = f"{_MODELS}{library}:{prefix}"
     rope = "image_rotary_emb" if prefix == "HunyuanImage" else "freqs_cis"
     return Family(
@@ -108,7 +398,7 @@ def _family(
                 "layer_norm, gated_residual_layer_norm, gated_residual",
                 norms=("norm1", "norm2"),
             ),
-            joint_attention(f"{_MODELS}{library}:{processor}", **how),
+            _joint_attention(f"{_MODELS}{library}:{processor}", **how),
             TIMESTEPS,
             LINEAR_GELU,
         ),
@@ -129,7 +419,7 @@ FAMILIES = (
         model_spec(
             f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel", *_LISTS
         ),
-        *REPLACING_BLOCKS,
+        *_REPLACING_BLOCKS,
     ),
     _family(
         "HunyuanVideo 1.5",

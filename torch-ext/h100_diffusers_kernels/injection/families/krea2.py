@@ -21,38 +21,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...conditions import kernels_take
-from ..attention.modules import (
-    QUERY_KEY_VALUE,
-    AttentionSpec,
-    attend,
-    attention_weights,
-    gated_feed_forward,
-    gated_feed_forward_weights,
-    inputs_taken,
-    norm_and_rotate,
-    query_key_value,
-)
+from ..attention.modules import AttentionSpec, attend, norm_and_rotate, query_key_value
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.embeddings import axial_positions
-from ..parts.linears import linear, weights_of_products
-from ..parts.norm_modules import modulated
-from ..parts.norms import Upcasts, residual_norm
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_prologue
+from ..parts.linears import (
+    QUERY_KEY_VALUE,
+    fp8_readers,
+    gated_feed_forward,
+    inputs_taken,
+    linear,
+    weights_of_products,
+)
+from ..parts.norm_modules import norm_and_modulate
+from ..parts.norms import Upcasts
+from ..parts.streams import BlockSpec, end, plain_norm, start, table_norm
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
 
-_weights_for = partial(attention_weights, "attn", (*QUERY_KEY_VALUE, "to_gate"))
-_feed_forward_weights = partial(gated_feed_forward_weights, "ff", ("gate", "up"))
+_READERS = partial(fp8_readers, "attn", (*QUERY_KEY_VALUE, "to_gate"))
+_FF_READERS = partial(fp8_readers, "ff", ("gate", "up"))
 # Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
-_prologue = partial(table_prologue, upcasts=Upcasts.IN_NORMS, scale_first=True)
-_PROLOGUES = (partial(_prologue, weights_for=_weights_for),)
-
-
-def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights_for": _weights_for}
-    return norm_prologue(call, block, "norm1", ahead, tuple, **how)
+_FIRST_NORMS = (partial(table_norm, scale_first=True, readers=_READERS),)
+_FIRST_NORMS_OF_TEXT = (partial(plain_norm, name="norm1", readers=_READERS),)
 
 
 def _block_forward(
@@ -66,14 +58,12 @@ def _block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    _, _, gate, *mlp, gate_mlp = rows
-    how: dict[str, Any] = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
-    out = modules["attn"](normalized, **how)
-    how = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
-    x, normalized = residual_norm(call, self, "norm2", x, out, gate, *mlp, **how)
-    branch = ResidualBranch(x, modules["ff"](normalized), gate_mlp)
-    return finish(call, self, _PROLOGUES, (branch,), (temb,), upcasts=Upcasts.IN_NORMS)[0]
+    (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
+    _, _, gate, scale, shift, gate_mlp = s.rows
+    options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    s.add(modules["attn"](s.n, **options), gate)
+    s.add(modules["ff"](s.norm("norm2", scale, shift, readers=_FF_READERS)), gate_mlp)
+    return end(s)
 
 
 def _text_block_forward(
@@ -82,12 +72,10 @@ def _text_block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)
-    (((normalized,), _),) = begin(call, self, (_plain_prologue,), (x,), ())
-    out = modules["attn"](normalized, attention_mask=attention_mask)
-    how: dict[str, Any] = {"upcasts": Upcasts.IN_NORMS, "weights": _feed_forward_weights(self, x)}
-    x, normalized = residual_norm(call, self, "norm2", x, out, None, **how)
-    branch = ResidualBranch(x, modules["ff"](normalized))
-    return finish(call, self, (_plain_prologue,), (branch,), (), upcasts=Upcasts.IN_NORMS)[0]
+    (s,) = start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
+    s.add(modules["attn"](s.n, attention_mask=attention_mask))
+    s.add(modules["ff"](s.norm("norm2", readers=_FF_READERS)))
+    return end(s)
 
 
 def _attention_forward(
@@ -133,7 +121,8 @@ def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -
         return call.refuse(x, temb)
     scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
     return linear(
-        self._modules["linear"], modulated(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS)
+        self._modules["linear"],
+        norm_and_modulate(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS),
     )
 
 

@@ -25,9 +25,7 @@ from ...functional import CoordinateRope
 from ..attention.modules import (
     AttentionSpec,
     attend,
-    attn1_weights,
     context_parallel_of,
-    inputs_taken,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -36,16 +34,23 @@ from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights
-from ..parts.norms import gated_residual, residual_norm
+from ..parts.linears import (
+    LINEAR_GELU,
+    QUERY_KEY_VALUE,
+    feed_forward_branch,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
+)
 from ..parts.rotary import CoordinateTables
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, table_prologue
+from ..parts.streams import BlockSpec, end, start, table_norm
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_PROLOGUES = (partial(table_prologue, weights_for=attn1_weights),)
+_FIRST_NORMS = (partial(table_norm, readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE)),)
+_FF_READER = partial(feed_forward_reader, "ff")
 
 
 def _block_forward(
@@ -57,27 +62,23 @@ def _block_forward(
     image_rotary_emb: Any = None,
     encoder_attention_mask: Tensor | None = None,
 ) -> Tensor:
-    x = hidden_states
+    x, c, mask, modules = (
+        hidden_states,
+        encoder_hidden_states,
+        encoder_attention_mask,
+        self._modules,
+    )
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    modules = self._modules
-    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    _, _, gate_msa, shift_mlp, scale_mlp, gate_mlp = rows
-    attention_out = modules["attn1"](
-        hidden_states=normalized, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
-    )
-    x = gated_residual(x, attention_out, gate_msa)
-    attention_out = modules["attn2"](
-        x,
-        encoder_hidden_states=encoder_hidden_states,
-        image_rotary_emb=None,
-        attention_mask=encoder_attention_mask,
-    )
-    how = (attention_out, None, scale_mlp, shift_mlp)
-    weights = feed_forward_weights(modules["ff"], x)
-    x, normalized = residual_norm(call, self, "norm2", x, *how, weights=weights)
-    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized), gate_mlp)
-    return finish(call, self, _PROLOGUES, (branch,), (temb,))[0]
+    (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
+    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
+    options = {"encoder_hidden_states": None, "image_rotary_emb": image_rotary_emb}
+    s.add(modules["attn1"](hidden_states=s.n, **options), gate)
+    options = {"image_rotary_emb": None, "attention_mask": mask}
+    s.add(modules["attn2"](s.x, encoder_hidden_states=c, **options))
+    n = s.norm("norm2", scale_mlp, shift_mlp, readers=_FF_READER)
+    s.add(feed_forward_branch(modules["ff"], n), gate_mlp)
+    return end(s)
 
 
 def _attention_forward(

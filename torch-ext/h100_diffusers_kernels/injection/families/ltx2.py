@@ -9,7 +9,13 @@ A block has a video stream and an audio stream. Each is
     x = x + gate_mlp * ff(rms_norm(x) * (1 + scale_mlp) + shift_mlp)
 
 with a GELU in ff. A modulation is a row of the block's table plus a time embedding. LTX-2.3 also modulates
-the text; in LTX-2 the second line has neither modulation nor gate.
+the text; in LTX-2 the second line has neither modulation nor gate. An attention is
+
+    q = rms_norm(to_q(x)), k = rms_norm(to_k(c)), both over all heads, then rotated;  v = to_v(c)
+    result = to_out(attention(q, k, v) * 2 * sigmoid(to_gate_logits(x)))
+
+with c = x in self-attention. Only LTX-2.3 has a gate, a value a head. The rotary embedding returns
+coordinates instead of tables, as for LTX-Video.
 """
 
 from __future__ import annotations
@@ -20,16 +26,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ...functional import CoordinateRope
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    context_parallel_of,
+    norm_and_rotate,
+    project_out,
+    query_key_value,
+)
+from ..core.cache import cached
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
-from ..core.patch import Call
+from ..core.patch import Call, PatchSpec, is_wrapped
+from ..parallel.exchange import rank_and_size
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights
-from ..parts.norms import residual_norm
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue, table_rows
-from .ltx2_attention import ATTENTION, ROPE, cross_weights, query_weights
+from ..parts.linears import (
+    LINEAR_GELU,
+    feed_forward_branch,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
+    linear,
+)
+from ..parts.rotary import CoordinateTables, part_of_tables
+from ..parts.streams import BlockSpec, Stream, end, plain_norm, start, table_rows
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
+
+
+def _query_readers(name: str, block: Any, x: Tensor, others: tuple[str, ...] = ()) -> Any:
+    """``streams.Readers`` of ``block.name``: its layers of the query, of the gate if there is one, and those
+    with the names ``others``."""
+    has_gate = block._modules[name]._modules.get("to_gate_logits") is not None
+    layers = ("to_q", *others, *(("to_gate_logits",) if has_gate else ()))
+    return fp8_readers(name, layers, block, x)
+
+
+def _cross_readers(query: str, key: str, block: Any, x: Tensor) -> Any:
+    """``streams.Readers`` of ``block.query`` for its query, and of ``block.key`` for key and value."""
+    of_query = _query_readers(query, block, x)
+    of_key = None if of_query is None else fp8_readers(key, ("to_k", "to_v"), block, x)
+    return {**of_query, **of_key} if of_query and of_key else None
 
 
 def _rows(call: Call, name: str, table: Tensor, *tembs: Tensor) -> list[Any]:
@@ -43,24 +81,26 @@ def _rows(call: Call, name: str, table: Tensor, *tembs: Tensor) -> list[Any]:
     return rows
 
 
-def _prologue(
-    call: Call, block: Any, ahead: Tensor | None, *tembs: Tensor, stream: str, i: int
+def _first_norm(
+    call: Call, block: Any, previous_x: Tensor | None, *tembs: Tensor, stream: str, i: int
 ) -> Any:
     """Rows are shift, scale and gate of self-attention, of the feed-forward, and in LTX-2.3 of attention to
     the text."""
     table = getattr(block, f"{stream}scale_shift_table")
-    if ahead is not None and table.device != ahead.device:
+    if previous_x is not None and table.device != previous_x.device:
         return None
     rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
-
-    def weights_for(block: Any, x: Tensor) -> Any:
-        return query_weights(block, x, f"{stream}attn1", "to_k", "to_v")
-
-    return norm_prologue(call, block, f"{stream}norm1", ahead, rows_of, weights_for=weights_for)
+    readers = partial(_query_readers, f"{stream}attn1", others=("to_k", "to_v"))
+    return plain_norm(
+        call, block, previous_x, name=f"{stream}norm1", rows_of=rows_of, readers=readers
+    )
 
 
 _VIDEO, _AUDIO = "", "audio_"
-_PROLOGUES = (partial(_prologue, stream=_VIDEO, i=0), partial(_prologue, stream=_AUDIO, i=1))
+_FIRST_NORMS = (
+    partial(_first_norm, stream=_VIDEO, i=0),
+    partial(_first_norm, stream=_AUDIO, i=1),
+)
 
 
 def _block_forward(
@@ -99,43 +139,35 @@ def _block_forward(
     if use_a2v_cross_attention != use_v2a_cross_attention:
         return call.decline("only one of its streams attends to the other")
     modules = self._modules
-    begun = begin(call, self, _PROLOGUES, (x, audio), conditions)
-    ((n,), rows), ((audio_n,), audio_rows) = begun
+    video, sound = start(call, self, _FIRST_NORMS, (x, audio), conditions)
     options: dict[str, Any] = {"encoder_hidden_states": None}
     if self.perturbed_attn:
         options.update(perturbation_mask=perturbation_mask, all_perturbed=all_perturbed)
     options.update(query_rotary_emb=video_rotary_emb, attention_mask=self_attention_mask)
-    out = modules["attn1"](hidden_states=n, **options)
+    video.add(modules["attn1"](hidden_states=video.n, **options), video.rows[2])
     options.update(query_rotary_emb=audio_rotary_emb, attention_mask=audio_self_attention_mask)
-    audio_out = modules["audio_attn1"](hidden_states=audio_n, **options)
+    sound.add(modules["audio_attn1"](hidden_states=sound.n, **options), sound.rows[2])
 
-    x, out, gate = _attend_to_text(
-        *(self, call, _VIDEO, self.video_cross_attn_adaln, x, out, rows),
-        *(encoder_hidden_states, temb_prompt, encoder_attention_mask),
-    )
-    audio, audio_out, audio_gate = _attend_to_text(
-        *(self, call, _AUDIO, self.audio_cross_attn_adaln, audio, audio_out, audio_rows),
-        *(audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask),
-    )
+    text = (encoder_hidden_states, temb_prompt, encoder_attention_mask)
+    _attend_to_text(self, _VIDEO, self.video_cross_attn_adaln, video, *text)
+    text = (audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask)
+    _attend_to_text(self, _AUDIO, self.audio_cross_attn_adaln, sound, *text)
 
     if use_a2v_cross_attention:
         # Scale and shift of audio to video, scale and shift of video to audio, gate.
         table = self.video_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_scale_shift, temb_ca_gate)
-        *modulation, next_gate = _rows(call, "video cross", table, *tembs)
+        *modulation, gate = _rows(call, "video cross", table, *tembs)
         table = self.audio_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)
-        *audio_modulation, audio_next_gate = _rows(call, "audio cross", table, *tembs)
+        *audio_modulation, audio_gate = _rows(call, "audio cross", table, *tembs)
         names = ("audio_to_video_attn", "video_to_audio_attn")
-        weights = cross_weights(self, x, *names)
-        branch = (x, out, gate, *modulation)
-        x, query, key = residual_norm(call, self, "audio_to_video_norm", *branch, weights=weights)
-        weights = cross_weights(self, audio, *names[::-1])
-        branch = (audio, audio_out, audio_gate, *audio_modulation)
-        audio, audio_key, audio_query = residual_norm(
-            call, self, "video_to_audio_norm", *branch, weights=weights
+        readers = partial(_cross_readers, *names)
+        query, key = video.norm("audio_to_video_norm", *modulation, readers=readers)
+        readers = partial(_cross_readers, *names[::-1])
+        audio_key, audio_query = sound.norm(
+            "video_to_audio_norm", *audio_modulation, readers=readers
         )
-        gate, audio_gate = next_gate, audio_next_gate
         out = modules["audio_to_video_attn"](
             query,
             encoder_hidden_states=audio_key,
@@ -143,52 +175,40 @@ def _block_forward(
             key_rotary_emb=ca_audio_rotary_emb,
             attention_mask=a2v_cross_attention_mask,
         )
-        audio_out = modules["video_to_audio_attn"](
+        video.add(out, gate)
+        out = modules["video_to_audio_attn"](
             audio_query,
             encoder_hidden_states=key,
             query_rotary_emb=ca_audio_rotary_emb,
             key_rotary_emb=ca_video_rotary_emb,
             attention_mask=v2a_cross_attention_mask,
         )
+        sound.add(out, audio_gate)
 
-    branches = (
-        _feed_forward(self, call, _VIDEO, x, out, gate, rows),
-        _feed_forward(self, call, _AUDIO, audio, audio_out, audio_gate, audio_rows),
-    )
-    x, audio = finish(call, self, _PROLOGUES, branches, conditions)
-    return x, audio
-
-
-def _feed_forward(
-    block: Any, call: Call, stream: str, x: Tensor, out: Tensor, gate: Any, rows: Any
-) -> ResidualBranch:
-    """From the last attention's result ``out`` to the end of the stream."""
-    module = block._modules[f"{stream}ff"]
-    how: dict[str, Any] = {"weights": feed_forward_weights(module, x)}
-    x, n = residual_norm(call, block, f"{stream}norm3", x, out, gate, rows[4], rows[3], **how)
-    return ResidualBranch(x, feed_forward_branch(module, n), rows[5])
+    for stream, name in ((video, _VIDEO), (sound, _AUDIO)):
+        _, _, _, shift, scale, gate = stream.rows[:6]
+        readers = partial(feed_forward_reader, f"{name}ff")
+        n = stream.norm(f"{name}norm3", scale, shift, readers=readers)
+        stream.add(feed_forward_branch(modules[f"{name}ff"], n), gate)
+    return end(video, sound)
 
 
 def _attend_to_text(
     block: Any,
-    call: Call,
-    stream: str,
+    name: str,
     is_modulated: bool,
-    x: Tensor,
-    out: Tensor,
-    rows: Any,
+    stream: Stream,
     c: Tensor,
     temb_prompt: Tensor | None,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Any]:
-    """From the self-attention's result ``out`` to that of attention to the text: the stream, the result and
-    its gate."""
-    shift, scale, gate = rows[6:9] if is_modulated else (None, None, None)
+) -> None:
+    """Adds attention to the text; ``name``: how the names of the stream's parts begin."""
+    shift, scale, gate = stream.rows[6:9] if is_modulated else (None, None, None)
     modulation = (scale, shift) if is_modulated else ()
-    how: dict[str, Any] = {"weights": query_weights(block, x, f"{stream}attn2")}
-    x, n = residual_norm(call, block, f"{stream}norm2", x, out, rows[2], *modulation, **how)
+    readers = partial(_query_readers, f"{name}attn2")
+    n = stream.norm(f"{name}norm2", *modulation, readers=readers)
     if block.cross_attn_adaln:
-        table = getattr(block, f"{stream}prompt_scale_shift_table").to(c.device)
+        table = getattr(block, f"{name}prompt_scale_shift_table").to(c.device)
         if temb_prompt is None:
             text_shift, text_scale = table.to(c.dtype)
         else:
@@ -196,13 +216,123 @@ def _attend_to_text(
             text_shift, text_scale = (table + embedding).unbind(2)
         c = torch.addcmul(text_shift, c, 1 + text_scale)
     options = {"query_rotary_emb": None, "attention_mask": mask}
-    out = block._modules[f"{stream}attn2"](n, encoder_hidden_states=c, **options)
-    return x, out, gate
+    stream.add(block._modules[f"{name}attn2"](n, encoder_hidden_states=c, **options), gate)
+
+
+def _attention_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    query_rotary_emb: Any = None,
+    key_rotary_emb: Any = None,
+    *,
+    perturbation_mask: Tensor | None = None,
+    all_perturbed: Any = None,
+    **kwargs,
+) -> Tensor:
+    x, c, modules = hidden_states, encoder_hidden_states, self._modules
+    spec: Any = call.stand_in.spec
+    is_plain = perturbation_mask is all_perturbed is None
+    if kwargs or not (is_plain or spec.is_other(self)):
+        return NotImplemented
+    if not inputs_taken(x, c):
+        return call.refuse(x, c)
+    if isinstance(all_perturbed, Tensor):
+        # Its value on the GPU is not read: the mask selects the values then.
+        all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
+    gate = None
+    if modules.get("to_gate_logits") is not None:
+        gate = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
+    if all_perturbed:
+        out = linear(modules["to_v"], x if c is None else c)
+    else:
+        config = context_parallel_of(call, self) if perturbation_mask is None else None
+        query, key, value = query_key_value(self, x, c, config=config)
+        is_split = self.rope_type == "split"
+        rotate = call.stand_in.functions[2 if is_split else 1].function
+        ropes = (query_rotary_emb, key_rotary_emb)
+        if config is not None:
+            of_key = x if c is None else c
+            ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
+        query, key = norm_and_rotate(
+            *(call, self, query, key, ropes[0]),
+            *(rotate, "across_heads", self.heads),
+            layout="half" if is_split else "interleaved",
+            key_rope=ropes[1],
+            config=config,
+        )
+
+        def expand_mask(mask: Tensor) -> Tensor:
+            mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+            return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
+
+        options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+        if perturbation_mask is None:
+            options["gate"], gate = gate, None
+        out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+        if perturbation_mask is not None:
+            out = torch.lerp(value, out, perturbation_mask)
+    if gate is not None:
+        out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+    return project_out(self, out)
+
+
+def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
+    """The rotary embedding of this rank's tokens x. The plan of diffusers splits only the video's tables for
+    self-attention, and only interleaved ones."""
+    tensors = getattr(rope, "rope", None) or rope
+    if rope is None or tensors[0].shape[-2] == x.shape[1]:
+        return rope
+    which, name = rank_and_size(config), ("rope of rank", x.shape[1], id(rope))
+    return call.shared(name, rope, lambda rope: part_of_tables(rope, *which))
+
+
+def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
+    """Coordinates instead of tables; see ``families.ltx``."""
+    coords = coords if device is None else coords.to(device)
+    if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
+        return NotImplemented
+    if not kernels_run_on(coords):
+        return call.refuse(coords)
+    # The model's own operations in its own order, so that each angle has the same bits.
+    axes = coords.shape[1]
+    if coords.dim() == 4:
+        start, end = coords.unbind(3)
+        coords = (start + end) / 2.0
+    bases = (self.base_num_frames, self.base_height, self.base_width)[:axes]
+    points = torch.stack([coords[:, i] / base for i, base in enumerate(bases)], dim=-1)
+    key = (self.theta, self.dim // (2 * axes), self.double_precision)
+    (frequencies,) = cached(call, coords, key, lambda: _frequencies(*key, coords.device))
+    rope = CoordinateRope((points * 2 - 1).float(), frequencies)
+    heads = self.num_attention_heads if self.rope_type == "split" else None
+    return CoordinateTables(rope, coords.shape[0], self.dim, heads)
+
+
+def _frequencies(theta: float, count: int, is_double: bool, device: torch.device) -> tuple[Tensor]:
+    dtype = torch.float64 if is_double else torch.float32
+    exponents = torch.linspace(0.0, 1.0, count, dtype=dtype, device=device)
+    return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
+
+
+_ROPE = PatchSpec(
+    f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
+)
+_ATTENTION = AttentionSpec(
+    f"{_LTX2}:LTX2Attention",
+    _attention_forward,
+    "qk_norm_rope",
+    processor=f"{_LTX2}:LTX2AudioVideoAttnProcessor",
+    rotate="apply_interleaved_rotary_emb apply_split_rotary_emb",
+    other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
+    other_parameters="perturbation_mask all_perturbed",
+)
 
 
 _SPECS = (
     model_spec(f"{_LTX2}:LTX2VideoTransformer3DModel", "transformer_blocks"),
-    ROPE,
+    _ROPE,
     BlockSpec(
         f"{_LTX2}:LTX2VideoTransformerBlock",
         _block_forward,
@@ -216,7 +346,7 @@ _SPECS = (
         )
         + ("audio_to_video_attn", "video_to_audio_attn"),
     ),
-    ATTENTION,
+    _ATTENTION,
     TIMESTEPS,
     LINEAR_GELU,
 )

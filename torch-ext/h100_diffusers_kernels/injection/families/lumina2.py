@@ -24,10 +24,6 @@ from ...conditions import kernels_take
 from ..attention.modules import (
     AttentionSpec,
     attend,
-    gated_feed_forward,
-    gated_feed_forward_weights,
-    image_weights,
-    inputs_taken,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -37,15 +33,16 @@ from ..core.checks import KnownClass, is_plain, why_not_plain
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, Injection, PatchSpec
 from ..parts.embeddings import TIMESTEPS
-from ..parts.norms import norm_notes, read_norm, residual_norm
+from ..parts.joint_blocks import IMAGE_READERS
+from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken
+from ..parts.norms import norm_notes, read_norm
 from ..parts.streams import (
     BlockSpec,
-    ResidualBranch,
-    adaptive_prologue,
-    begin,
-    finish,
-    norm_prologue,
+    adaptive_norm,
+    end,
+    plain_norm,
     read_adaptive,
+    start,
 )
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
@@ -53,15 +50,15 @@ _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional
 _NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Any) -> Any:
+_FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
+
+
+def _first_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Any) -> Any:
     """The last rows are the gate of attention, and scale and gate of the feed-forward; or no rows."""
-    how: dict[str, Any] = {"weights_for": image_weights}
+    how: Any = {"name": "norm1", "readers": IMAGE_READERS}
     if not block.modulation:
-        return norm_prologue(call, block, "norm1", ahead, tuple, **how)
-    return adaptive_prologue(call, block, ahead, temb, name="norm1", takes_emb=False, **how)
-
-
-_PROLOGUES = (_prologue,)
+        return plain_norm(call, block, previous_x, **how)
+    return adaptive_norm(call, block, previous_x, temb, takes_emb=False, **how)
 
 
 def _block_forward(
@@ -72,27 +69,20 @@ def _block_forward(
     image_rotary_emb: Tensor,
     temb: Tensor | None = None,
 ) -> Tensor:
-    x, modules = hidden_states, self._modules
+    x, modules, is_modulated = hidden_states, self._modules, self.modulation
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), (temb,))
-    gate, scale_mlp, gate_mlp = rows[-3:] or (None,) * 3
-    if rows and call.state is not None:  # blocks of the text have the user's mask
+    (s,) = start(call, self, (_first_norm,), (x,), (temb,))
+    gate, scale_mlp, gate_mlp = s.rows[-3:] or (None,) * 3
+    if s.rows and call.state is not None:  # blocks of the text have the user's mask
         call.state.block_mask = attention_mask
-    out = modules["attn"](
-        hidden_states=normalized,
-        encoder_hidden_states=normalized,
-        attention_mask=attention_mask,
-        image_rotary_emb=image_rotary_emb,
-    )
-    modulation = (scale_mlp, None) if rows else ()
-    branch: dict[str, Any] = {"x_norm": (self, "norm2"), "tanh_gate": self.modulation}
-    layers = ("linear_1", "linear_3")
-    branch["weights"] = gated_feed_forward_weights("feed_forward", layers, self, x)
-    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
-    out = modules["feed_forward"](normalized)
-    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
-    return finish(call, self, _PROLOGUES, (end,), (temb,))[0]
+    streams = {"hidden_states": s.n, "encoder_hidden_states": s.n}
+    options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
+    s.add(modules["attn"](**streams, **options), gate, "norm2", is_modulated)
+    modulation = (scale_mlp, None) if s.rows else ()
+    out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
+    s.add(out, gate_mlp, "ffn_norm2", is_modulated)
+    return end(s)
 
 
 def _attention_forward(

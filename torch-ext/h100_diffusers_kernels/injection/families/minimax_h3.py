@@ -13,6 +13,7 @@ feed-forward with SwiGLU. Blocks of the text have no modulation or rotation.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from ..attention.modules import (
     AttentionSpec,
     attend,
     context_parallel_of,
-    image_weights,
-    inputs_taken,
     norm_and_rotate,
     norm_and_rotate_part,
     project_out,
@@ -35,23 +34,23 @@ from ..core.checks import KnownClass, is_plain
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.embeddings import TIMESTEPS
+from ..parts.joint_blocks import IMAGE_READERS, add_feed_forwards
 from ..parts.linears import (
     GATED_ACTIVATIONS,
     feed_forward_branch,
-    feed_forward_weights,
+    feed_forward_reader,
+    inputs_taken,
     linear,
     plain_weight,
 )
-from ..parts.norms import ChosenRows, chosen_norm_modulate, residual_norm
+from ..parts.norms import ChosenRows, chosen_norm_modulate
 from ..parts.streams import (
     BlockSpec,
-    ResidualBranch,
     Rows,
-    begin,
-    feed_forwards,
-    finish,
+    end,
     may_run_ahead,
-    norm_prologue,
+    plain_norm,
+    start,
 )
 from ..quantized.fp8_linears import LINEAR, are_fp8
 
@@ -65,13 +64,15 @@ def _chosen(call: Call, tables: Rows, indices: Tensor) -> Rows:
     return tuple([ChosenRows(table, index) for table in tables])
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indices: Tensor) -> Any:
+def _first_norm(
+    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, indices: Tensor
+) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
     module = block._modules["adaln_proj"]
-    if ahead is not None and not may_run_ahead(module, ahead):
+    if previous_x is not None and not may_run_ahead(module, previous_x):
         return None
 
-    def rows_of() -> Rows:
+    def rows_of(temb: Tensor, indices: Tensor) -> Rows:
         layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
         if not is_plain(layer, LINEAR) or not (plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
@@ -80,14 +81,11 @@ def _prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor, indice
         tables = linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)
 
-    return norm_prologue(call, block, "norm1", ahead, rows_of, weights_for=image_weights)
+    how: Any = {"name": "norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
+    return plain_norm(call, block, previous_x, temb, indices, **how)
 
 
-def _plain_prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
-    return norm_prologue(call, block, "norm1", ahead, tuple, weights_for=image_weights)
-
-
-_PROLOGUES, _PLAIN_PROLOGUES = (_prologue,), (_plain_prologue,)
+_FIRST_NORMS_OF_TEXT = (partial(plain_norm, name="norm1", readers=IMAGE_READERS),)
 
 
 def _block_forward(
@@ -102,21 +100,21 @@ def _block_forward(
     x, conditions = hidden_states, (temb, adaln_indices)
     if not kernels_take(x):
         return call.refuse(x)
-    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
-    out = self._modules["attn"](normalized, rotary_emb, attention_mask)
-    branches = feed_forwards(call, self, (("norm2", "ff"),), (x,), (out,), (rows,))
-    return finish(call, self, _PROLOGUES, branches, conditions)[0]
+    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    s.add(self._modules["attn"](s.n, rotary_emb, attention_mask), s.rows[2])
+    add_feed_forwards(self, s)
+    return end(s)
 
 
 def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)
-    (((normalized,), _),) = begin(call, self, _PLAIN_PROLOGUES, (x,), ())
-    out, weights = modules["attn"](normalized), feed_forward_weights(modules["ff"], x)
-    x, normalized = residual_norm(call, self, "norm2", x, out, None, weights=weights)
-    branch = ResidualBranch(x, feed_forward_branch(modules["ff"], normalized))
-    return finish(call, self, _PLAIN_PROLOGUES, (branch,), ())[0]
+    (s,) = start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
+    s.add(modules["attn"](s.n))
+    n = s.norm("norm2", readers=partial(feed_forward_reader, "ff"))
+    s.add(feed_forward_branch(modules["ff"], n))
+    return end(s)
 
 
 def _attention_forward(

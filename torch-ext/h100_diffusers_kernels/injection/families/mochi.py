@@ -25,46 +25,45 @@ import torch
 from torch import Tensor
 
 from ...conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend_jointly,
-    attn1_weights,
-    inputs_taken,
-    project,
-    project_out,
-)
+from ..attention.modules import AttentionSpec, attend_jointly, project, project_out
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import GATED_ACTIVATIONS, feed_forward, feed_forward_weights, linear
+from ..parts.linears import (
+    GATED_ACTIVATIONS,
+    QUERY_KEY_VALUE,
+    feed_forward,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
+    linear,
+)
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import Upcasts, norm_notes, residual_norm
+from ..parts.norms import Upcasts, norm_notes
 from ..parts.streams import (
     BlockSpec,
-    ResidualBranch,
-    adaptive_prologue,
-    begin,
-    finish,
+    adaptive_norm,
+    end,
     linear_of_silu,
+    start,
 )
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
 _NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_context"))
 
 
-def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor | None:
+def _modulation(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor | None:
     layers = module._modules
-    return linear_of_silu(call, layers.get("linear", layers.get("linear_1")), temb, ahead)
+    return linear_of_silu(call, layers.get("linear", layers.get("linear_1")), temb, previous_x)
 
 
 # Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
 # text. Attention puts the valid text first, which is simpler with a tensor.
-_prologue = partial(
-    adaptive_prologue, takes_emb=False, modulation_of=_modulation, upcasts=Upcasts.TO_NEXT_LINEAR
-)
-_PROLOGUES = (
-    partial(_prologue, name="norm1", weights_for=attn1_weights),
-    partial(_prologue, name="norm1_context"),
+_norm = partial(adaptive_norm, takes_emb=False, modulation_of=_modulation)
+_READERS = partial(fp8_readers, "attn1", QUERY_KEY_VALUE)
+_FIRST_NORMS = (
+    partial(_norm, name="norm1", readers=_READERS),
+    partial(_norm, name="norm1_context"),
 )
 
 
@@ -81,31 +80,23 @@ def _block_forward(
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    normalized, rows = zip(*begin(call, self, _PROLOGUES, (x, c), (temb,)))
+    image, text = streams = start(call, self, _FIRST_NORMS, (x, c), (temb,))
     outs = self._modules["attn1"](
-        hidden_states=normalized[0][0],
-        encoder_hidden_states=normalized[1][0],
+        hidden_states=image.n,
+        encoder_hidden_states=text.n,
         image_rotary_emb=image_rotary_emb,
         attention_mask=encoder_attention_mask,
     )
-    streams = zip(("", "_context"), (x, c), outs, rows)
-    computed = list(streams)[: 1 if self.context_pre_only else 2]
-    branches = [_end_of_stream(call, self, *stream) for stream in computed]
-    results = finish(call, self, _PROLOGUES, branches, (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)
-    return (*results, c)[:2]  # type: ignore[return-value]
-
-
-def _end_of_stream(
-    call: Call, block: Any, suffix: str, x: Tensor, attention_out: Tensor, rows: Any
-) -> ResidualBranch:
-    """From attention to the end; ``suffix``: of the names of the stream's modules."""
-    gate, scale_mlp, gate_mlp = rows[-3:]
-    branch: dict[str, Any] = {"x_norm": (block, f"norm2{suffix}"), "tanh_gate": True}
-    module, how = block._modules[f"ff{suffix}"], (x, attention_out, gate, scale_mlp, None)
-    branch.update(upcasts=Upcasts.TO_NEXT_LINEAR, weights=feed_forward_weights(module, x))
-    x, n = residual_norm(call, block, f"norm3{suffix}", *how, **branch)
-    out = feed_forward(module, n)
-    return ResidualBranch(x, out, gate_mlp, (block, f"norm4{suffix}"), True)
+    computed = streams[:1] if self.context_pre_only else streams
+    for stream, suffix, out in zip(computed, ("", "_context"), outs):
+        gate, scale_mlp, gate_mlp = stream.rows[-3:]
+        stream.add(out, gate, f"norm2{suffix}", tanh_gate=True)
+        readers = partial(feed_forward_reader, f"ff{suffix}")
+        n = stream.norm(f"norm3{suffix}", scale_mlp, None, readers=readers)
+        out = feed_forward(self._modules[f"ff{suffix}"], n)
+        stream.add(out, gate_mlp, f"norm4{suffix}", tanh_gate=True)
+    results = end(*computed)
+    return (results, c) if self.context_pre_only else results
 
 
 def _why_not_block(module: Any) -> str | None:

@@ -18,32 +18,30 @@ from ...conditions import kernels_take
 from ..attention.modules import (
     AttentionSpec,
     attend_jointly,
-    image_weights,
-    inputs_taken,
     project,
     project_out,
     project_text_out,
-    text_weights,
 )
 from ..core.checks import why_replaced
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU
+from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
+from ..parts.linears import LINEAR_GELU, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import ChosenRows, clip_to_float16
-from ..parts.streams import BlockSpec, linear_modulation, norm_prologue, two_stream_block
+from ..parts.streams import BlockSpec, linear_modulation, plain_norm
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
 _BLOCK_CLASS = f"{_QWEN}:QwenImageTransformerBlock"
 
 
-def _image_prologue(
-    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+def _image_norm(
+    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
-    modulation = linear_modulation(call, block._modules["img_mod"], temb, ahead)
+    modulation = linear_modulation(call, block._modules["img_mod"], temb, previous_x)
     if modulation is None:
         return None
 
@@ -54,7 +52,8 @@ def _image_prologue(
         chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
         return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
+    how: Any = {"name": "img_norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
+    return plain_norm(call, block, previous_x, **how)
 
 
 def _rows(modulation: Tensor, index: Tensor) -> Tensor:
@@ -64,21 +63,22 @@ def _rows(modulation: Tensor, index: Tensor) -> Tensor:
     return torch.where(index == 0, samples, samples + batch)
 
 
-def _text_prologue(
-    call: Call, block: Any, ahead: Tensor | None, temb: Tensor, index: Tensor | None
+def _text_norm(
+    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, index: Tensor | None
 ) -> Any:
     """The same rows. The embedding's second half is only for image tokens."""
     silu = "silu"
     if block.zero_cond_t:
         silu, temb = "text silu", call.shared("first half", temb, lambda temb: temb.chunk(2)[0])
-    modulation = linear_modulation(call, block._modules["txt_mod"], temb, ahead, silu)
+    modulation = linear_modulation(call, block._modules["txt_mod"], temb, previous_x, silu)
     if modulation is None:
         return None
     rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    return norm_prologue(call, block, "txt_norm1", ahead, lambda: rows, weights_for=text_weights)
+    how: Any = {"name": "txt_norm1", "rows_of": lambda: rows, "readers": TEXT_READERS}
+    return plain_norm(call, block, previous_x, **how)
 
 
-_PROLOGUES = (_image_prologue, _text_prologue)
+_FIRST_NORMS = (_image_norm, _text_norm)
 _FEED_FORWARDS = (("img_norm2", "img_mlp"), ("txt_norm2", "txt_mlp"))
 
 
@@ -97,8 +97,8 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    arguments = (call, self, _PROLOGUES, _FEED_FORWARDS, (x, c), (temb, modulate_index))
-    c, x = two_stream_block(*arguments, encoder_hidden_states_mask=mask, **more)
+    arguments = (call, self, _FIRST_NORMS, (x, c), (temb, modulate_index), _FEED_FORWARDS)
+    x, c = double_block(*arguments, encoder_hidden_states_mask=mask, **more)
     return c, clip_to_float16(x)
 
 

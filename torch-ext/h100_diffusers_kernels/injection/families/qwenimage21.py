@@ -21,29 +21,19 @@ import torch
 from torch import Tensor
 
 from ...conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    gated_feed_forward,
-    gated_feed_forward_weights,
-    image_weights,
-    inputs_taken,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
 from ..core.checks import why_replaced
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
-from ..parts.linears import linear, why_not_silu
+from ..parts.joint_blocks import IMAGE_READERS
+from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken, linear, why_not_silu
 from ..parts.norms import (
     ChosenRows,
     Modulator,
     chosen_norm_modulate,
     clip_to_float16,
-    residual_norm,
 )
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from ..parts.streams import BlockSpec, end, plain_norm, start
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage21"
 _BLOCK_CLASS = f"{_QWEN}:QwenImage21TransformerBlock"
@@ -63,23 +53,24 @@ def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> Modulator:
     return ChosenRows(table, call.shared(("index", last), mask, make))
 
 
-def _tables(modulation: Tensor) -> tuple[Tensor, ...]:
+def _modulator_tables(modulation: Tensor) -> tuple[Tensor, ...]:
     """Scale and gate of attention, then of the feed-forward."""
     scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
     return scale, gate.tanh(), scale_mlp, gate_mlp.tanh()
 
 
-def _prologue(
-    call: Call, block: Any, ahead: Tensor | None, modulation: Tensor, mask: Tensor | None
+def _first_norm(
+    call: Call, block: Any, previous_x: Tensor | None, modulation: Tensor, mask: Tensor | None
 ) -> Any:
-    def rows_of() -> tuple:
-        tables = call.shared("tables", modulation, _tables)
+    def rows_of(modulation: Tensor, mask: Tensor | None) -> tuple:
+        tables = call.shared("tables", modulation, _modulator_tables)
         return (None, *[_by_token(call, table, mask) for table in tables])
 
-    return norm_prologue(call, block, "img_norm1", ahead, rows_of, weights_for=image_weights)
+    how: Any = {"name": "img_norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
+    return plain_norm(call, block, previous_x, modulation, mask, **how)
 
 
-_PROLOGUES = (_prologue,)
+_FF_READERS = partial(fp8_readers, "img_mlp", ("gate_layer", "proj"))
 
 
 def _block_forward(
@@ -99,11 +90,10 @@ def _block_forward(
     x, modules, conditions = hidden_states, self._modules, (modulation, target_token_mask)
     if not kernels_take(x, modulation):
         return call.refuse(x, modulation)
-    (((normalized,), (_, _, gate, scale_mlp, gate_mlp)),) = begin(
-        call, self, _PROLOGUES, (x,), conditions
-    )
+    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    _, _, gate, scale_mlp, gate_mlp = s.rows
     out = modules["attn"](
-        hidden_states=normalized,
+        hidden_states=s.n,
         attention_mask=attention_mask,
         rotary_emb=rotary_emb,
         layer_cache=layer_cache,
@@ -112,13 +102,9 @@ def _block_forward(
         segments=segments,
         key_valid=key_valid,
     )
-    weights = gated_feed_forward_weights("img_mlp", ("gate_layer", "proj"), self, x)
-    how = (x, out, gate, scale_mlp, None)
-    x, normalized = residual_norm(call, self, "img_norm2", *how, weights=weights)
-    branch = ResidualBranch(x, modules["img_mlp"](normalized), gate_mlp)
-    hands_over = x.dtype != torch.float16
-    (x,) = finish(call, self, _PROLOGUES, (branch,), conditions, hands_over=hands_over)
-    return clip_to_float16(x)
+    s.add(out, gate)
+    s.add(modules["img_mlp"](s.norm("img_norm2", scale_mlp, None, readers=_FF_READERS)), gate_mlp)
+    return clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
 
 
 def _attention_forward(
@@ -155,12 +141,12 @@ def _attention_forward(
     options["backend"] = None  # as the processor
     outs = []
     target = segments[-1][1] if segments else 0, query.shape[1], False
-    for start, end, is_text in (*segments, target):
-        operands, mask = (query[:, start:end], key[:, :end], value[:, :end]), None
+    for first, last, is_text in (*segments, target):
+        operands, mask = (query[:, first:last], key[:, :last], value[:, :last]), None
         if key_valid is not None:
-            mask = call.shared(("valid keys", end), key_valid, partial(_mask_of, end=end))
+            mask = call.shared(("valid keys", last), key_valid, partial(_mask_of, end=last))
         if is_text:
-            outs.append(_attend_in_text(self, *operands, mask, start, head_dim))
+            outs.append(_attend_in_text(self, *operands, mask, first, head_dim))
         else:
             outs.append(attend(call, self, *operands, mask, **options))
     return project_out(self, torch.cat(outs, dim=1))

@@ -11,37 +11,29 @@ and the last block drops the text after its attention.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ...conditions import kernels_take
-from ..attention.modules import (
-    QUERY_KEY_VALUE,
-    AttentionSpec,
-    attend_jointly,
-    attend_to_all,
-    attention_weights,
-    image_weights,
-    inputs_taken,
-    project,
-    project_out,
-    text_weights,
-)
+from ..attention.modules import AttentionSpec, attend_jointly, attend_to_all, project, project_out
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, linear_per_sample
+from ..parts.joint_blocks import DOUBLE_NORMS, IMAGE_READERS, TEXT_READERS, add_feed_forwards
+from ..parts.linears import (
+    LINEAR_GELU,
+    QUERY_KEY_VALUE,
+    fp8_readers,
+    inputs_taken,
+    linear_per_sample,
+)
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import gated_residual
 from ..parts.streams import (
-    FEED_FORWARDS,
     BlockSpec,
-    adaptive_prologue,
-    begin,
-    feed_forwards,
-    finish,
+    adaptive_norm,
+    end,
+    start,
 )
 
 _SD3 = "diffusers.models.transformers.transformer_sd3"
@@ -51,30 +43,29 @@ _ATTENTIONS = "diffusers.models.attention_processor"
 _NO_ROTATION: Any = None
 
 
-def _image_weights(block: Any, x: Tensor) -> Any:
-    """Of both attentions, if there are two."""
-    weights = image_weights(block, x)
+def _image_readers(block: Any, x: Tensor) -> Any:
+    """Both attentions, if there are two."""
+    weights = IMAGE_READERS(block, x)
     if weights is None or not block.use_dual_attention:
         return weights
-    others = attention_weights("attn2", QUERY_KEY_VALUE, block, x)
+    others = fp8_readers("attn2", QUERY_KEY_VALUE, block, x)
     return None if others is None else {**weights, **others}
 
 
-def _image_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+def _image_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> Any:
     """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
-    if ahead is not None and block._chunk_size is not None:
+    if previous_x is not None and block._chunk_size is not None:
         return None
-    return adaptive_prologue(call, block, ahead, temb, name="norm1", weights_for=_image_weights)
+    return adaptive_norm(call, block, previous_x, temb, name="norm1", readers=_image_readers)
 
 
-def _text_prologue(call: Call, block: Any, ahead: Tensor | None, temb: Tensor) -> Any:
+def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> Any:
     """The same rows; only scale and shift in the last block."""
-    how: dict[str, Any] = {"takes_emb": not block.context_pre_only, "weights_for": text_weights}
-    return adaptive_prologue(call, block, ahead, temb, name="norm1_context", **how)
+    how: Any = {"takes_emb": not block.context_pre_only, "readers": TEXT_READERS}
+    return adaptive_norm(call, block, previous_x, temb, name="norm1_context", **how)
 
 
-_PROLOGUES = (_image_prologue, _text_prologue)
-_SINGLE = (partial(adaptive_prologue, name="norm1", weights_for=image_weights),)
+_DOUBLE, _SINGLE = (_image_norm, _text_norm), DOUBLE_NORMS[:1]
 
 
 def _block_forward(
@@ -91,33 +82,28 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     modules, more = self._modules, joint_attention_kwargs or {}
-    begun, c_begun = begin(call, self, _PROLOGUES, (x, c), (temb,))
-    rows = begun[1][:6]
-    attention_out, c_attention_out = modules["attn"](
-        hidden_states=begun[0][0], encoder_hidden_states=c_begun[0][0], **more
-    )
-    if self.use_dual_attention:
-        x = gated_residual(x, attention_out, rows[2])
-        attention_out = modules["attn2"](hidden_states=begun[0][1], **more)
-        rows = (*rows[:2], begun[1][8], *rows[3:])
-    names = FEED_FORWARDS[:1] if self.context_pre_only else FEED_FORWARDS
-    attention_outs = (attention_out, c_attention_out)
-    branches = feed_forwards(call, self, names, (x, c), attention_outs, (rows, c_begun[1]))
+    image, text = start(call, self, _DOUBLE, (x, c), (temb,))
+    n, *others = image.n if self.use_dual_attention else (image.n,)
+    out, c_out = modules["attn"](hidden_states=n, encoder_hidden_states=text.n, **more)
+    image.add(out, image.rows[2])
+    for n in others:
+        image.add(modules["attn2"](hidden_states=n, **more), image.rows[8])
     if self.context_pre_only:
-        return None, gated_residual(*branches[0][:3])
-    x, c = finish(call, self, _PROLOGUES, branches, (temb,))
-    return c, x
+        add_feed_forwards(self, image)
+        return None, image.x
+    text.add(c_out, text.rows[2])
+    add_feed_forwards(self, image, text)
+    return end(image, text)[::-1]
 
 
 def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     x = hidden_states
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (begun,) = begin(call, self, _SINGLE, (x,), (temb,))
-    attention_out = self._modules["attn"](hidden_states=begun[0][0], encoder_hidden_states=None)
-    names = FEED_FORWARDS[:1]
-    branches = feed_forwards(call, self, names, (x,), (attention_out,), (begun[1],))
-    return finish(call, self, _SINGLE, branches, (temb,))[0]
+    (s,) = start(call, self, _SINGLE, (x,), (temb,))
+    s.add(self._modules["attn"](hidden_states=s.n, encoder_hidden_states=None), s.rows[2])
+    add_feed_forwards(self, s)
+    return end(s)
 
 
 def _attention_forward(

@@ -53,8 +53,7 @@ from ..parts.linears import (
     why_not_silu,
 )
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
-from ..parts.norms import apply_norm, residual_norm
-from ..parts.streams import BlockSpec, ResidualBranch, begin, finish, norm_prologue
+from ..parts.streams import BlockSpec, Stream, end, plain_norm, start
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -176,14 +175,12 @@ class _BasicBlockSpec(BlockSpec):
         return super().matches(module) and getattr(module, "norm_type", "") == "layer_norm"
 
 
-def _prologue(call: Call, block: Any, ahead: Tensor | None) -> Any:
+def _first_norm(call: Call, block: Any, previous_x: Tensor | None) -> Any:
     # Adding positions may change the dtype.
-    if ahead is not None and (block.pos_embed is not None or block._chunk_size is not None):
+    changes = block.pos_embed is not None or block._chunk_size is not None
+    if previous_x is not None and changes:
         return None
-    return norm_prologue(call, block, "norm1", ahead, tuple)
-
-
-_PROLOGUES = (_prologue,)
+    return plain_norm(call, block, previous_x, name="norm1")
 
 
 def _block_forward(
@@ -210,21 +207,21 @@ def _block_forward(
         return call.refuse(x)
     modules, add_positions = self._modules, self.pos_embed
     if add_positions is None:
-        (((normalized,), _),) = begin(call, self, _PROLOGUES, (x,), ())
+        (s,) = start(call, self, (_first_norm,), (x,), ())
+        n = s.n
     else:
-        normalized = add_positions(apply_norm(call, self, "norm1", x))
+        s = Stream(call, self, x, _first_norm)
+        n = add_positions(s.norm("norm1"))
     c = encoder_hidden_states if self.only_cross_attention else None
-    attention_out = _attention(modules["attn1"], normalized, c, attention_mask, more)
+    s.add(_attention(modules["attn1"], n, c, attention_mask, more))
     if modules.get("attn2") is not None:
-        x, normalized = residual_norm(call, self, "norm2", x, attention_out, None)
+        n = s.norm("norm2")
         if add_positions is not None:
-            normalized = add_positions(normalized)
+            n = add_positions(n)
         c = encoder_hidden_states
-        attention_out = _attention(modules["attn2"], normalized, c, encoder_attention_mask, more)
-    x, normalized = residual_norm(call, self, "norm3", x, attention_out, None)
-    branch = ResidualBranch(x, _feed_forward(modules["ff"], normalized))
-    (x,) = finish(call, self, _PROLOGUES, (branch,), (), hands_over=add_positions is None)
-    return x
+        s.add(_attention(modules["attn2"], n, c, encoder_attention_mask, more))
+    s.add(_feed_forward(modules["ff"], s.norm("norm3")))
+    return end(s, hands_over=add_positions is None)
 
 
 def _attention(module: Any, x: Tensor, c: Any, mask: Any, more: dict[str, Any]) -> Tensor:

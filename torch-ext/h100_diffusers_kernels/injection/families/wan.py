@@ -22,13 +22,9 @@ from torch import Tensor
 
 from ...conditions import kernels_take
 from ..attention.modules import (
-    QUERY_KEY_VALUE,
     AttentionSpec,
     attend,
-    attention_weights,
-    attn1_weights,
     context_parallel_of,
-    inputs_taken,
     norm_and_rotate,
     project_out,
     query_key_value,
@@ -37,9 +33,17 @@ from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..core.quantized_rows import as_tensor
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, feed_forward_branch, feed_forward_weights, linear
-from ..parts.norms import Upcasts, apply_norm, gated_residual, residual_norm
-from ..parts.streams import BlockSpec, PrologueMakers, ResidualBranch, begin, finish, table_prologue
+from ..parts.linears import (
+    LINEAR_GELU,
+    QUERY_KEY_VALUE,
+    feed_forward_branch,
+    feed_forward_reader,
+    fp8_readers,
+    inputs_taken,
+    linear,
+)
+from ..parts.norms import Upcasts, apply_norm
+from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
 
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
@@ -58,9 +62,11 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_prologue = partial(table_prologue, upcasts=Upcasts.TO_NEXT_LINEAR, weights_for=attn1_weights)
-_BY_TOKEN = (partial(_prologue, by_row=_by_token),)
-_BY_TOKEN_LAST = (partial(_prologue, by_row=_by_token_last),)
+_first_norm = partial(table_norm, readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE))
+_BY_TOKEN = (partial(_first_norm, by_row=_by_token),)
+_BY_TOKEN_LAST = (partial(_first_norm, by_row=_by_token_last),)
+_QUERY_READER = partial(fp8_readers, "attn2", QUERY_KEY_VALUE[:1])
+_FFN_READER = partial(feed_forward_reader, "ffn")
 
 
 def _block_forward(
@@ -72,33 +78,23 @@ def _block_forward(
     rotary_emb: Any,
     attention_mask: Any = None,
     *,
-    makers: PrologueMakers = _BY_TOKEN,
+    first_norms: FirstNorms = _BY_TOKEN,
 ) -> Tensor:
     # Some models transpose their convolution's result without a copy.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c):
         return call.refuse(x, c)
-    (begun,) = begin(call, self, makers, (x,), (temb,))
-    branch = _after_first_norm(self, call, x, begun, c, attention_mask, rotary_emb)
-    return finish(call, self, makers, (branch,), (temb,), upcasts=Upcasts.TO_NEXT_LINEAR)[0]
+    (s,) = start(call, self, first_norms, (x,), (temb,))
+    _add_branches(self._modules, s, c, attention_mask, rotary_emb)
+    return end(s)
 
 
-def _after_first_norm(
-    self: Any, call: Call, x: Tensor, begun: Any, c: Tensor, mask: Any, rotary_emb: Any
-) -> ResidualBranch:
-    """From the first norm to the last residual."""
-    modules = self._modules
-    (normalized,), (_, _, gate, shift_mlp, scale_mlp, gate_mlp) = begun
-    attention_out = modules["attn1"](normalized, None, mask, rotary_emb)
-    how: dict[str, Any] = {
-        "upcasts": Upcasts.TO_NEXT_LINEAR,
-        "weights": attention_weights("attn2", _QUERY, self, x),
-    }
-    x, normalized = residual_norm(call, self, "norm2", x, attention_out, gate, **how)
-    out = modules["attn2"](normalized, c, None, None)
-    how["weights"] = feed_forward_weights(modules["ffn"], x)
-    x, normalized = residual_norm(call, self, "norm3", x, out, None, scale_mlp, shift_mlp, **how)
-    return ResidualBranch(x, feed_forward_branch(modules["ffn"], normalized), gate_mlp)
+def _add_branches(modules: Any, s: Stream, c: Tensor, mask: Any, rotary_emb: Any) -> None:
+    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
+    s.add(modules["attn1"](s.n, None, mask, rotary_emb), gate)
+    s.add(modules["attn2"](s.norm("norm2", readers=_QUERY_READER), c, None, None))
+    n = s.norm("norm3", scale_mlp, shift_mlp, readers=_FFN_READER)
+    s.add(feed_forward_branch(modules["ffn"], n), gate_mlp)
 
 
 def _vace_block_forward(
@@ -115,11 +111,10 @@ def _vace_block_forward(
         return call.refuse(hidden_states.contiguous(), c, control)
     if self.proj_in is not None:
         control = linear(self.proj_in, control) + hidden_states
-    control = control.contiguous()
-    begun = _BY_TOKEN[0](call, self, None, temb)(control)
-    branch = _after_first_norm(self, call, control, begun, c, None, rotary_emb)
-    x = gated_residual(*branch[:3], upcasts=Upcasts.TO_NEXT_LINEAR)
-    return None if self.proj_out is None else linear(self.proj_out, x), x
+    s = Stream(call, self, control.contiguous())
+    s.apply(_BY_TOKEN[0](call, self, None, temb))
+    _add_branches(self._modules, s, c, None, rotary_emb)
+    return None if self.proj_out is None else linear(self.proj_out, s.x), s.x
 
 
 def _attention_forward(
@@ -248,7 +243,7 @@ FAMILIES = (
         model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
         _block(
             f"{_SKYREELS}:SkyReelsV2TransformerBlock",
-            partial(_block_forward, makers=_BY_TOKEN_LAST),
+            partial(_block_forward, first_norms=_BY_TOKEN_LAST),
             f"{_PARAMETERS} attention_mask",
             f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
         ),

@@ -21,14 +21,9 @@ from torch import Tensor
 
 from ...conditions import kernels_take
 from ..attention.modules import (
-    QUERY_KEY_VALUE,
     AttentionSpec,
     attend,
-    attention_weights,
     context_parallel_of,
-    gated_feed_forward,
-    gated_feed_forward_weights,
-    inputs_taken,
     key_lengths_of,
     norm_and_rotate,
     project_out,
@@ -37,17 +32,15 @@ from ..attention.modules import (
 from ..core.checks import KnownFunction, why_replaced
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec
-from ..parts.linears import linear
-from ..parts.norms import residual_norm
+from ..parts.linears import QUERY_KEY_VALUE, fp8_readers, gated_feed_forward, inputs_taken, linear
 from ..parts.streams import (
     BlockSpec,
-    ResidualBranch,
     Rows,
-    begin,
-    finish,
+    end,
     linear_alone,
     may_run_ahead,
-    norm_prologue,
+    plain_norm,
+    start,
 )
 
 _MODEL = "diffusers.models.transformers.transformer_z_image"
@@ -58,24 +51,25 @@ _MASK_MAKERS = tuple(
 )
 
 
-_weights_for = partial(attention_weights, "attention", QUERY_KEY_VALUE)
+_READERS = partial(fp8_readers, "attention", QUERY_KEY_VALUE)
+_FF_READERS = partial(fp8_readers, "feed_forward", ("w1", "w3"))
 
 
-def _prologue(
+def _first_norm(
     call: Call,
     block: Any,
-    ahead: Tensor | None,
+    previous_x: Tensor | None,
     embedding: Any,
     noise_mask: Tensor | None = None,
     of_noise: Any = None,
     of_clean: Any = None,
 ) -> Any:
     """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
-    how: dict[str, Any] = {"weights_for": _weights_for}
+    how: Any = {"name": "attention_norm1", "readers": _READERS}
     if not block.modulation:
-        return norm_prologue(call, block, "attention_norm1", ahead, tuple, **how)
+        return plain_norm(call, block, previous_x, **how)
     layer = block._modules["adaLN_modulation"]
-    if ahead is not None and not may_run_ahead(layer, ahead):
+    if previous_x is not None and not may_run_ahead(layer, previous_x):
         return None
 
     def rows_of() -> Rows:
@@ -86,29 +80,24 @@ def _prologue(
             rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
         return (None, *rows.chunk(4, dim=2))
 
-    return norm_prologue(call, block, "attention_norm1", ahead, rows_of, **how)
-
-
-_PROLOGUES = (_prologue,)
+    return plain_norm(call, block, previous_x, rows_of=rows_of, **how)
 
 
 def _run(
     self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, **how: Any
 ) -> Tensor:
-    """A block's result; ``how`` it ends, see ``finish``."""
-    modules = self._modules
-    (((normalized,), rows),) = begin(call, self, _PROLOGUES, (x,), conditions)
-    _, _, gate, scale_mlp, gate_mlp = rows or (None,) * 5
+    """A block's result; ``how`` it ends, see ``streams.end``."""
+    modules, is_modulated = self._modules, self.modulation
+    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    _, _, gate, scale_mlp, gate_mlp = s.rows or (None,) * 5
     if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
         call.state.block_mask = mask
-    out = modules["attention"](normalized, attention_mask=mask, freqs_cis=freqs_cis)
-    modulation = (scale_mlp, None) if rows else ()
-    branch: dict[str, Any] = {"x_norm": (self, "attention_norm2"), "tanh_gate": self.modulation}
-    branch["weights"] = gated_feed_forward_weights("feed_forward", ("w1", "w3"), self, x)
-    x, normalized = residual_norm(call, self, "ffn_norm1", x, out, gate, *modulation, **branch)
-    out = modules["feed_forward"](normalized)
-    end = ResidualBranch(x, out, gate_mlp, (self, "ffn_norm2"), self.modulation)
-    return finish(call, self, _PROLOGUES, (end,), conditions, **how)[0]
+    out = modules["attention"](s.n, attention_mask=mask, freqs_cis=freqs_cis)
+    s.add(out, gate, "attention_norm2", is_modulated)
+    modulation = (scale_mlp, None) if s.rows else ()
+    out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
+    s.add(out, gate_mlp, "ffn_norm2", is_modulated)
+    return end(s, **how)
 
 
 def _makes_masks(model: Any) -> bool:

@@ -24,7 +24,7 @@ from ...conditions import (
 )
 from ...conditions import is_plain as is_plain_tensor
 from ..core.checks import KnownClass, is_plain, why_not_plain
-from ..core.patch import Call, ExactSpec, PatchSpec
+from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 from ..quantized.fp8_linears import (
     LINEAR,
@@ -46,12 +46,16 @@ SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
 _MODELS = "diffusers.models.transformers."
-_FLUX2_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward")
-_FLUX3_FEED_FORWARD = KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward")
-
+_SWIGLU_FEED_FORWARDS = (
+    KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward"),
+    KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward"),
+)
 FLUX2_SWIGLU = KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU")
 FLUX3_SWIGLU = KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU")
 
+# The layers of an attention: of its only stream or the image, and of the text.
+QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
+TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
@@ -92,6 +96,11 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         else:
             results.append(linear(layer, x))
     return results
+
+
+def has_plain_weight(layer: Any) -> bool:
+    """Whether a layer is PyTorch's with a plain weight, so that it cannot be an FP8 layer."""
+    return type(layer) is nn.Linear and type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -233,6 +242,24 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     return functional.swiglu(both, activated="first")
 
 
+def inputs_taken(x: Any, *others: Any) -> bool:
+    """``kernels_take``. Inputs may be quantized."""
+    inputs = [each for each in (x, *others) if each is not None]
+    tensors = [each for each in inputs if type(each) is not QuantizedRows]
+    are_alike = all(each.dtype is x.dtype for each in inputs)
+    return are_alike and (not tensors or kernels_take(*tensors))
+
+
+def gated_feed_forward(
+    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
+) -> Tensor:
+    """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
+    if not inputs_taken(x):
+        return call.refuse(x)
+    modules = self._modules
+    return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
+
+
 def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
     """``layer(x)``. If x (B, S, D) is a slice of each sample's tokens, a plain layer does not copy it.
 
@@ -305,7 +332,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
             if last and not is_identity(last[0]):
                 return last[0](computed(y))
             return y
-    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
+    elif any(is_plain(module, known) for known in _SWIGLU_FEED_FORWARDS):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
         y = _fp8_feed_forward(activation, linear_in, out, x)
@@ -313,16 +340,38 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
     return module(as_tensor(x))
 
 
-def feed_forward_weights(module: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
-    """``fp8_weights_for`` the first layer of a plain feed-forward."""
-    if is_plain(module, FEED_FORWARD):
-        net = module._modules.get("net")
-        if type(net) is nn.ModuleList and net._modules:
-            activation: Any = next(iter(net._modules.values()))
-            return fp8_weights_for(x, activation._modules.get("proj"))
-    elif is_plain(module, _FLUX2_FEED_FORWARD) or is_plain(module, _FLUX3_FEED_FORWARD):
-        return fp8_weights_for(x, module._modules["linear_in"])
-    return None
+def feed_forward_reader(name: str, block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
+    """``streams.Readers`` of the feed-forward ``block.name``: its first layer, if the module is plain."""
+    module = block._modules[name]
+    net = module._modules.get("net")
+    if net is None:
+        layer = module._modules.get("linear_in")
+    else:
+        layer = next(iter(net._modules.values()), net)._modules.get("proj")
+    if layer is None or has_plain_weight(layer):
+        return None
+    is_known = is_plain(module, FEED_FORWARD) and type(net) is nn.ModuleList
+    if not is_known and not any(is_plain(module, known) for known in _SWIGLU_FEED_FORWARDS):
+        return None
+    return fp8_weights_for(x, layer)
+
+
+def fp8_readers(
+    part: str, layers: Sequence[str], block: Any, x: Tensor, others: Sequence[str] = ()
+) -> dict[Any, Fp8Weight] | None:
+    """``streams.Readers`` of ``block.part``: its layers with the names ``layers``, and the block's with the
+    names ``others``, if a call of the part runs its stand-in without hooks."""
+    module = block._modules.get(part)
+    first = None if module is None else module._modules.get(layers[0])
+    # torch.compile cannot trace a read of the instance's forward.
+    if first is None or has_plain_weight(first) or torch.compiler.is_compiling():
+        return None
+    each = (*map(module._modules.get, layers), *map(block._modules.get, others))
+    weights = fp8_weights_for(x, *each)
+    if weights is None or getattr(module, "fused_projections", False):
+        return None
+    stand_in: Any = getattr(module.__dict__.get("forward"), "__self__", None)
+    return weights if type(stand_in) is StandIn and bare_stand_in(stand_in.spec, module) else None
 
 
 def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Product | None:

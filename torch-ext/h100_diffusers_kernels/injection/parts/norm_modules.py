@@ -246,7 +246,7 @@ def _adaptive_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         if not spec.has_tokens:
             scale, shift = scale[:, None], None if shift is None else shift[:, None]
         x = given[spec.names[stream]]
-        results.append(modulated(call, self, norm, x, scale, shift, spec.upcasts))
+        results.append(norm_and_modulate(call, self, norm, x, scale, shift, spec.upcasts))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -268,7 +268,7 @@ def _embedded(self: Any, given: dict[str, Any]) -> Tensor:
     return linear(modules["linear"], modules["silu"](emb) if "silu" in modules else emb)
 
 
-def modulated(
+def norm_and_modulate(
     call: Call, owner: Any, name: str, x: Any, scale: Any, shift: Any, upcasts: Upcasts
 ) -> Any:
     """``owner.name(x) * (1 + scale) + shift``, on the kernels or as the class computes it."""

@@ -153,15 +153,12 @@ def norm_notes(
     return [f"{name} {reason}" for name, reason in found if isinstance(reason, str)]
 
 
-def known_norm(
-    call: Call | None, owner: Any, name: str, size: int, upcasts: Upcasts = Upcasts.NOWHERE
-) -> Norm | None:
+def known_norm(call: Call, owner: Any, name: str, size: int, upcasts: Any) -> Norm | None:
     """``read_norm`` of ``owner.name``; None, counted as a fallback, if the kernels cannot replace it."""
     norm = read_norm(owner._modules.get(name), size, upcasts)
     if not isinstance(norm, str):
         return norm
-    if call is not None:
-        call.fall_back(f"{name} {norm}")
+    call.fall_back(f"{name} {norm}")
     return None
 
 
@@ -170,30 +167,35 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     module = owner._modules.get(name)
     if module is None:
         return x
-    norm = known_norm(call, owner, name, x.shape[-1])
+    norm = known_norm(call, owner, name, x.shape[-1], Upcasts.NOWHERE)
     if norm is not None and same_dtype_and_unit_stride(x, *norm[1]):
         kind, affine, eps = norm
         return NORM_OPERATIONS[kind, 0](x, *affine, eps)
     return module(x)
 
 
-def _operands(modulators: Sequence[Modulator]) -> Sequence[Optional[Tensor]]:
-    """All tensors of some modulators."""
+def _operands(
+    modulators: Sequence[Modulator],
+) -> tuple[Sequence[Modulator], dict[str, Any], Sequence[Optional[Tensor]]]:
+    """The modulators with the tables of ``ChosenRows``, the operations' argument ``index``, all tensors."""
+    if modulators and type(modulators[0]) is type(modulators[-1]) is Tensor:
+        kinds: Any = {Tensor, *map(type, modulators)}
+        if len(kinds) == 1:
+            return modulators, {}, modulators
+    index: dict[str, Any] = {}
+    if ChosenRows in map(type, modulators):
+        indices = next(m.indices for m in modulators if type(m) is ChosenRows)
+        if all(m is None or (type(m) is ChosenRows and m.indices is indices) for m in modulators):
+            modulators, index = (
+                [None if m is None else m.table for m in modulators],
+                {"index": indices},
+            )
+        else:
+            modulators = [modulator_sum(m) for m in modulators]
     if tuple not in map(type, modulators):
-        return modulators
-    return [part for m in modulators for part in (m if type(m) is tuple else (m,))]
-
-
-def _tables(modulators: Sequence[Modulator]) -> tuple[Sequence[Modulator], dict[str, Any]]:
-    """The modulators with the tables of ``ChosenRows``, and the operations' argument ``index``."""
-    if ChosenRows not in map(type, modulators):
-        return modulators, {}
-    index = next(m.indices for m in modulators if type(m) is ChosenRows)
-    if any(
-        m is not None and (type(m) is not ChosenRows or m.indices is not index) for m in modulators
-    ):
-        return [modulator_sum(m) for m in modulators], {}
-    return [None if m is None else m.table for m in modulators], {"index": index}
+        return modulators, index, modulators
+    flat = [part for m in modulators for part in (m if type(m) is tuple else (m,))]
+    return modulators, index, flat
 
 
 def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
@@ -214,7 +216,7 @@ def modulator_sum(modulator: Modulator) -> Any:
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
 
-def modulated(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
+def scale_and_shift(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
     """``n * (1 + scale) + shift``"""
     n = n * (1 + modulator_sum(scale))
     return n if shift is None else n + modulator_sum(shift)
@@ -225,7 +227,7 @@ def norm_modulate(
     owner: Any,
     name: str,
     x: Tensor,
-    modulation: tuple,
+    modulation: Sequence[Modulator],
     upcasts: Upcasts,
     weights: dict[Any, Any] | None = None,
 ) -> tuple[Any, ...]:
@@ -236,16 +238,16 @@ def norm_modulate(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if x.shape[0] == 1:
         x = _for_samples_of(x, *modulation[:1])
-    tables, index = _tables(modulation)
-    if norm is None or not alike(x, *norm[1], *_operands(tables)):
+    tables, index, operands = _operands(modulation)
+    if norm is None or not alike(x, *norm[1], *operands):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
         pairs = zip(modulation[::2], modulation[1::2])
-        results: list[Any] = [modulated(n, *pair) for pair in pairs] or [n]
+        results: list[Any] = [scale_and_shift(n, *pair) for pair in pairs] or [n]
         if upcasts is Upcasts.TO_NEXT_LINEAR:
             results = [result.to(x.dtype) for result in results]
         return tuple(results)
     kind, affine, eps = norm
-    if weights and not is_differentiated(x, *affine, *_operands(tables)):
+    if weights and not is_differentiated(x, *affine, *operands):
         operation, results = _FP8_OPERATIONS[kind, 2 if modulation else 0], []
         for pair in zip(tables[::2], tables[1::2]) if modulation else [()]:
             values, scale = operation(x, *pair, *affine, eps, **index)
@@ -263,30 +265,27 @@ def chosen_norm_modulate(
     call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
 ) -> Tensor:
     """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
-    norm = known_norm(call, owner, name, x.shape[-1])
+    norm = known_norm(call, owner, name, x.shape[-1], Upcasts.NOWHERE)
     return norm_modulate(norm, owner, name, x, (scale, shift), Upcasts.NOWHERE)[0]
 
 
 def residual_norm(
-    call: Call | None,
+    call: Call,
+    norm: Norm | None,
     owner: Any,
     name: str,
     residual: Tensor,
     x: Any,
     gate: Modulator,
-    *modulation: Modulator,
-    upcasts: Upcasts = Upcasts.NOWHERE,
-    norm: Norm | None = None,
-    weights: dict[Any, Any] | None = None,
-    **branch: Any,
+    modulation: Sequence[Modulator],
+    upcasts: Upcasts,
+    weights: dict[Any, Any] | None,
+    branch: dict[str, Any],
 ) -> tuple[Any, ...]:
     """``h = gated_residual(residual, x, gate, ...)``, and its norm as in ``norm_modulate``.
 
-    ``x`` may be an ``Fp8Product``. ``norm``: its parameters, if they have been read. ``branch``: x_norm,
-    tanh_gate and addend of ``gated_residual``.
+    ``x`` may be an ``Fp8Product``. ``branch``: see ``gated_residual``.
     """
-    if norm is None:
-        norm = known_norm(call, owner, name, residual.shape[-1], upcasts)
     parts: dict[str, Any] = {}
     if residual.shape[0] == 1:
         residual = _for_samples_of(residual, x, gate, *modulation[:1])
@@ -298,12 +297,11 @@ def residual_norm(
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
-        (gate_table, *tables), index = _tables((gate, *modulation))
+        (gate_table, *tables), index, modulators = _operands((gate, *modulation))
         operands = tables or (None, None)
         # One pass for all modulations, or for the first.
         is_joint = not weights and (kind, len(operands)) in _RESIDUAL_OPERATIONS
         count = len(operands) if is_joint else 2
-        modulators = _operands((gate_table, *tables))
         if (
             same_dtype_and_unit_stride(residual, x)
             and modulators_compatible(residual, *affine, *modulators)
@@ -311,15 +309,18 @@ def residual_norm(
             else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
             operation, first = _RESIDUAL_OPERATIONS[kind, count], operands[:count]
-            how = {**parts, **index}
             if weights and not is_differentiated(
                 residual, x, *affine, *modulators, *parts.values()
             ):
                 operation = _FP8_RESIDUAL_OPERATIONS[kind, 2]
-                h, values, scale = operation(residual, x, gate_table, *first, *affine, eps, **how)
+                h, values, scale = operation(
+                    residual, x, gate_table, *first, *affine, eps, **parts, **index
+                )
                 results: list[Any] = [QuantizedRows(values, scale, h.dtype, weights)]
             else:
-                h, *results = operation(residual, x, gate_table, *first, *affine, eps, **how)
+                h, *results = operation(
+                    residual, x, gate_table, *first, *affine, eps, **parts, **index
+                )
             if count < len(operands):
                 others = modulation[count:]
                 results += norm_modulate(norm, owner, name, h, others, upcasts, weights)
@@ -385,12 +386,11 @@ def _finished(
 def _residual(
     residual: Tensor, x: Tensor, gate: Modulator, upcasts: Upcasts, parts: dict[str, Any]
 ) -> Tensor:
-    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    (table,), index = _tables((gate,))
-    if (
-        x.shape == residual.shape
-        and same_dtype_and_unit_stride(residual, x)
-        and alike(x, *_operands((table,)))
+    (table,), index, operands = _operands((gate,))
+    if x.shape == residual.shape and (
+        same_dtype_and_unit_stride(residual, x) and modulators_compatible(x, *operands)
+        if upcasts
+        else same_dtype_and_unit_stride(residual, x, *operands)
     ):
         return functional.gated_residual(residual, x, table, **parts, **index)
     if "addend" in parts:
@@ -407,7 +407,7 @@ def _residual(
 
 
 def _read_branch(
-    call: Call | None,
+    call: Any,
     residual: Tensor,
     x: Tensor,
     upcasts: Upcasts,
@@ -425,7 +425,7 @@ def _read_branch(
             x = x + addend
     if x_norm is not None:
         owner, name = x_norm
-        norm = known_norm(call, owner, name, x.shape[-1])
+        norm = known_norm(call, owner, name, x.shape[-1], Upcasts.NOWHERE)
         if norm is not None and norm[0] == RMS and is_alike:
             (weight,) = norm[1]
             alike = modulators_compatible if upcasts else same_dtype_and_unit_stride

@@ -1,8 +1,8 @@
-"""Transformer blocks: each stream of tokens starts with a prologue and ends with a residual branch.
+"""Streams of tokens in a block: ``x = x + gate * branch(norm(x))``, several times.
 
-The prologue is a norm and its modulation. The modulation is a table plus a time embedding, or a linear layer
-of the embedding; diffusers' adaptive layer norms contain layer and norm. The residual sum at the end of a
-stream and the prologue of the same stream in the next block are one pass over memory.
+A sum is computed in one pass with the norm after it: ``add`` notes it, ``norm`` computes both, ``x`` the sum
+alone. ``end`` computes the last sum together with the first norm of the next block, if no code can run
+between the blocks.
 """
 
 from __future__ import annotations
@@ -10,20 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...conditions import an
-from ..attention.modules import (
-    concat_streams,
-    concat_view,
-    image_weights,
-    single_block_weights,
-    text_weights,
-)
 from ..core.checks import (
     KnownClass,
     class_name,
@@ -33,70 +25,37 @@ from ..core.checks import (
     why_not_plain,
 )
 from ..core.patch import Call, Injection, PatchSpec, bare_stand_in
+from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..quantized.fp8_linears import are_fp8
-from .linears import (
-    SILU,
-    feed_forward_branch,
-    feed_forward_weights,
-    linear,
-    plain_weight,
-)
+from .linears import SILU, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
     Upcasts,
-    clip_to_float16,
     gated_residual,
-    modulated,
     norm_modulate,
     norm_notes,
     read_norm,
     residual_norm,
+    scale_and_shift,
 )
 
 Rows = Sequence[Any]
-WeightsFor = Callable[[Any, Tensor], Any]
-# The results of a prologue's norm, one for each modulation, which may be ``QuantizedRows``; and the rows of
-# the modulation.
-PrologueResult = tuple[tuple[Any, ...], Rows]
+# ``readers(block, x)``: the FP8 weights of the layers that read a norm of x; None if one does not take it
+# quantized. See ``linears.fp8_readers``.
+Readers = Callable[[Any, Tensor], Any]
 
 
-class ResidualBranch(NamedTuple):
-    """The end of a stream, ``norms.gated_residual`` of these arguments, which is the block's result."""
-
-    residual: Tensor
-    x: Any
-    gate: Modulator = None
-    x_norm: tuple[Any, str] | None = None
-    tanh_gate: bool = False
-    addend: Tensor | None = None
-
-    def parts(self) -> dict[str, Any]:
-        _, _, _, x_norm, tanh_gate, addend = self
-        if x_norm is addend is None and not tanh_gate:
-            return {}
-        return {"x_norm": x_norm, "tanh_gate": tanh_gate, "addend": addend}
-
-
-# Makes the prologue of a stream: ``(call, block, ahead, *conditions)``. For its own prologue a block passes
-# None as ``ahead`` and calls the result with its hidden states. For the prologue of the next block it passes
-# its hidden states. The answer is then a Prologue, or None if something is not plain or on another device.
-# A block makes the prologue of its second stream after it has called the first.
-PrologueMakers = Sequence[Callable[..., Any]]
-
-
-class Prologue(NamedTuple):
-    """The prologue of one stream on the kernels.
+class FirstNorm(NamedTuple):
+    """The first norm of a stream in a block.
 
     Attributes:
-        norm: the parameters of its norm.
-        owner, name: the norm's module is ``owner.name``.
-        modulation: scale and shift of each result of the norm, in order.
+        norm: its parameters.
+        owner, name: its module is ``owner.name``.
+        modulation: scale and shift of each result, in order.
         rows: all rows of the modulation, each (B, 1 or S, D).
-        upcasts: how far the model's own code computes in float32; see ``norms.Upcasts``.
-        weights_for: ``weights_for(block, x)`` gives the FP8 weights of the layers that take the norm of x, or
-            None; see ``attention.attention_weights``.
-        block: the block whose prologue it is.
+        readers: see ``Readers``.
+        block: the block.
     """
 
     norm: Norm
@@ -104,87 +63,144 @@ class Prologue(NamedTuple):
     name: str
     modulation: tuple[Modulator, ...]
     rows: Rows
-    upcasts: Upcasts = Upcasts.NOWHERE
-    weights_for: WeightsFor | None = None
+    readers: Readers | None = None
     block: Any = None
 
-    def __call__(self, x: Tensor) -> PrologueResult:
-        norm, owner, name, modulation, rows, upcasts, _, _ = self
-        how = (upcasts, self.weights(x))
-        return norm_modulate(norm, owner, name, x, modulation, *how), rows
 
-    def weights(self, x: Tensor) -> dict[Any, Any] | None:
-        return None if self.weights_for is None else self.weights_for(self.block, x)
-
-    def after(self, branch: ResidualBranch, call: Call) -> tuple[Tensor, PrologueResult]:
-        """The branch's result, and the prologue's for it."""
-        norm, owner, name, modulation, rows, upcasts, _, _ = self
-        how: dict[str, Any] = {"upcasts": upcasts, "norm": norm, **branch.parts()}
-        how["weights"] = self.weights(branch[0])
-        h, *normalized = residual_norm(call, owner, name, *branch[:3], *modulation, **how)
-        return h, (tuple(normalized), rows)
+# Reads the first norm of a stream: ``(call, block, previous_x, *conditions)``. ``previous_x`` is None for the
+# block that is called. Then the result is a FirstNorm, or a function of the tokens that returns the norm's
+# result and the rows. For the next block ``previous_x`` is the tokens of the block that is called. Then the
+# result is a FirstNorm, or None if a part is not plain or is on another device.
+FirstNorms = Sequence[Callable[..., Any]]
 
 
-def norm_prologue(
+class Stream:
+    """One stream of tokens in a block.
+
+    Attributes:
+        n: the first norm of the tokens; a list if there are several modulations. May be ``QuantizedRows``.
+        rows: the rows of its modulation.
+    """
+
+    __slots__ = (
+        "_block",
+        "_call",
+        "_conditions",
+        "_pending",
+        "_read",
+        "_upcasts",
+        "_x",
+        "n",
+        "rows",
+    )
+
+    def __init__(
+        self, call: Call, block: Any, x: Tensor, read: Any = None, conditions: tuple[Any, ...] = ()
+    ) -> None:
+        self._call, self._block, self._x = call, block, x
+        self._read, self._conditions = read, conditions
+        spec: Any = call.stand_in.spec
+        self._upcasts: Upcasts = spec.upcasts
+        self._pending: Any = None  # a branch's result, its gate, and the rest of ``gated_residual``
+        self.n: Any = None
+        self.rows: Any = ()
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens."""
+        if self._pending is not None:
+            out, gate, branch = self._pending
+            self._x = gated_residual(self._x, out, gate, self._upcasts, self._call, **branch)
+            self._pending = None
+        return self._x
+
+    def add(
+        self,
+        out: Any,
+        gate: Modulator = None,
+        norm: str = "",
+        tanh_gate: bool = False,
+        addend: Tensor | None = None,
+    ) -> None:
+        """``x = x + gate * (out + addend)``. ``norm``: the name of a norm that is applied to the sum first.
+        ``tanh_gate``: whether ``tanh(gate)`` takes the gate's place."""
+        if self._pending is not None:
+            self._x = self.x
+        branch: dict[str, Any] = {"x_norm": (self._block, norm)} if norm else {}
+        if tanh_gate:
+            branch["tanh_gate"] = True
+        if addend is not None:
+            branch["addend"] = addend
+        self._pending = out, gate, branch
+
+    def norm(self, name: str, *modulation: Modulator, readers: Readers | None = None) -> Any:
+        """The norm ``block.name`` of the tokens, ``* (1 + scale) + shift`` for each pair of these."""
+        call, block, upcasts, x = self._call, self._block, self._upcasts, self._x
+        norm: Any = read_norm(block._modules.get(name), x.shape[-1], upcasts)
+        if isinstance(norm, str):
+            call.fall_back(f"{name} {norm}")
+            norm = None
+        weights = None if readers is None else readers(block, x)
+        if self._pending is None:
+            results: Any = norm_modulate(norm, block, name, x, modulation, upcasts, weights)
+        else:
+            out, gate, branch = self._pending
+            how = (modulation, upcasts, weights, branch)
+            self._x, *results = residual_norm(call, norm, block, name, x, out, gate, *how)
+            self._pending = None
+        return results[0] if len(results) == 1 else results
+
+    def apply(self, first: Any) -> None:
+        """Sets ``n`` and ``rows`` by what a function of ``FirstNorms`` returned."""
+        if type(first) is not FirstNorm:
+            self.n, self.rows = first(self.x)
+        elif self._pending is None:
+            norm, owner, name, modulation, self.rows, readers, block = first
+            weights = None if readers is None else readers(block, self._x)
+            how = (modulation, self._upcasts, weights)
+            results = norm_modulate(norm, owner, name, self._x, *how)
+            self.n = results[0] if len(results) == 1 else results
+        else:
+            self._x, (self.n, self.rows) = self._fused(first)
+            self._pending = None
+
+    def _fused(self, first: FirstNorm) -> tuple[Tensor, Any]:
+        """The sum, and its first norm with the rows."""
+        norm, owner, name, modulation, rows, readers, block = first
+        weights = None if readers is None else readers(block, self._x)
+        out, gate, branch = self._pending
+        how = (modulation, self._upcasts, weights, branch)
+        x, *results = residual_norm(self._call, norm, owner, name, self._x, out, gate, *how)
+        return x, (results[0] if len(results) == 1 else results, rows)
+
+
+def start(
     call: Call,
     block: Any,
-    name: str,
-    ahead: Tensor | None,
-    rows_of: Callable[[], Rows],
-    upcasts: Upcasts = Upcasts.NOWHERE,
-    weights_for: WeightsFor | None = None,
-) -> Any:
-    """The prologue with the norm ``block.name`` and rows of which the first two are shift and scale, or no
-    rows; ``ahead`` as in ``PrologueMakers``, ``weights_for`` as in ``Prologue``."""
-    norm = read_norm(block._modules.get(name), None, upcasts)
-    if isinstance(norm, str):
-        if ahead is not None:
-            return None
-        call.fall_back(f"{name} {norm}")
-
-        def run_module(x: Tensor) -> PrologueResult:
-            n = getattr(block, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
-            rows = rows_of()  # only now: the module may write to what they are made from
-            n = modulated(n, rows[1], rows[0]) if rows else n
-            return (n.to(x.dtype) if upcasts is Upcasts.TO_NEXT_LINEAR else n,), rows
-
-        return run_module
-    weight = norm[1][0]
-    if ahead is not None and weight is not None and weight.device != ahead.device:
-        return None
-    rows = rows_of()
-    modulation = (rows[1], rows[0]) if rows else ()
-    return Prologue(norm, block, name, modulation, rows, upcasts, weights_for, block)
-
-
-def begin(
-    call: Call,
-    block: nn.Module,
-    makers: PrologueMakers,
-    hidden_states: tuple[Tensor, ...],
+    first_norms: FirstNorms,
+    tokens: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
-) -> Sequence[PrologueResult]:
-    """The prologue of each stream. The previous block may have computed it."""
-    handed = take_over(call, block, (*hidden_states, *conditions))
-    if handed is not None:
-        return handed
-    return [make(call, block, None, *conditions)(x) for make, x in zip(makers, hidden_states)]
-
-
-def begin_joint(
-    call: Call,
-    block: nn.Module,
-    maker: Callable[..., Any],
-    first: Tensor,
-    second: Tensor,
-    conditions: tuple[Any, ...],
-) -> tuple[Tensor, PrologueResult]:
-    """Two streams as one, (B, S1 + S2, D), and its prologue. The previous block may have computed both."""
-    handed = take_over(call, block, (first, second, *conditions))
-    if handed is not None:
-        return concat_view(first, second), handed[0]
-    x = concat_streams(call, first, second)
-    return x, maker(call, block, None, *conditions)(x)
+    addend: Tensor | None = None,
+) -> list[Stream]:
+    """The streams of a block, one for each function in ``first_norms``. If there is one function for several
+    tokens, their concat, (B, S1 + S2, D), is the stream. The previous block may have computed the first
+    norms. ``addend``: added to the first stream before its norm."""
+    handed = take_over(call, block, (*tokens, *conditions))
+    if len(first_norms) < len(tokens):
+        concat = concat_view if handed is not None else partial(concat_streams, call)
+        tokens = (concat(*tokens),)
+    streams = []
+    for i, x in enumerate(tokens):
+        stream = Stream(call, block, x, first_norms[i], conditions)
+        if handed is not None:
+            stream.n, stream.rows = handed[i]
+        else:
+            if addend is not None:
+                stream.add(addend)
+            # Only now: the module of the stream before may have written to what this norm is made from.
+            stream.apply(first_norms[i](call, block, None, *conditions))
+        streams.append(stream)
+    return streams
 
 
 def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
@@ -198,95 +214,101 @@ def take_over(call: Call, block: nn.Module, arguments: tuple[Any, ...]) -> Any:
     return state.take_over(block, arguments)
 
 
-def finish(
-    call: Call,
-    block: nn.Module,
-    makers: PrologueMakers,
-    branches: Sequence[ResidualBranch],
-    conditions: tuple[Any, ...],
-    *,
-    upcasts: Upcasts = Upcasts.NOWHERE,
+def end(
+    *streams: Stream,
     hands_over: bool = True,
-    as_returned: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple,
-) -> tuple[Tensor, ...]:
-    """A block's results, each in one pass with the prologue of its stream in the next block.
+    as_returned: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple,
+) -> Any:
+    """The tokens of each stream, which are the block's results; of one stream alone.
 
-    The prologues are passed on if both blocks are of the same kind and no code can run between them.
-    ``as_returned`` converts the results to the block's return values, the next block's hidden states.
+    Each sum is computed with the stream's first norm in the next block, if both blocks are of the same kind
+    and no code can run between them. ``as_returned`` converts the results to the block's return values, the
+    next block's tokens.
     """
-    state, successor = call.state, None
+    call, block, conditions = streams[0]._call, streams[0]._block, streams[0]._conditions
+    state, successor, results = call.state, None, None
     if state is not None and not call.is_bare:
         state.shared.clear()  # hooks may write to what it was made from
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        made = [make(call, successor, branches[0][0], *conditions) for make in makers]
-        if None not in made:
-            handed, begun = zip(*map(Prologue.after, made, branches, repeat(call)))
-            results = as_returned(handed)
-            state.hand_over(successor, (*results, *conditions), begun)
-            return results
-    sums = []
-    for branch in branches:  # a comprehension would be a function call before Python 3.12
-        sums.append(gated_residual(*branch[:3], upcasts, call, **branch.parts()))
-    return as_returned(sums)
+        x = streams[0]._x
+        first = [stream._read(call, successor, x, *conditions) for stream in streams]
+        if None not in first:
+            fused, handed = zip(*[s._fused(each) for s, each in zip(streams, first)])
+            results = as_returned(fused)
+            state.hand_over(successor, (*results, *conditions), handed)
+    if results is None:
+        results = as_returned([stream.x for stream in streams])
+    return results[0] if len(results) == 1 else results
 
 
-def feed_forwards(
-    call: Call,
-    block: Any,
-    names: Sequence[tuple[str, str]],
-    hidden_states: Sequence[Tensor],
-    attention_outs: Sequence[Tensor],
-    rows: Sequence[Rows],
-) -> list[ResidualBranch]:
-    """From the attention to the end of each stream: ``x + gate * attention_out``, its modulated norm and the
-    feed-forward.
-
-    ``names``: the attributes of norm and feed-forward. Rows are shift, scale and gate of attention (only the
-    gate is still used), then of the feed-forward.
-    """
-    branches = []
-    for (norm, ff), x, attention_out, (_, _, gate, shift, scale, gate_of_feed_forward) in zip(
-        names, hidden_states, attention_outs, rows
-    ):
-        module = block._modules[ff]
-        weights = feed_forward_weights(module, x)
-        how = (attention_out, gate, scale, shift)
-        x, n = residual_norm(call, block, norm, x, *how, weights=weights)
-        out = feed_forward_branch(module, n)
-        branches.append(ResidualBranch(x, out, gate_of_feed_forward))
-    return branches
+def concat_streams(call: Call, first: Any, second: Any) -> Any:
+    """Both (B, S1 or S2, D) as one (B, S1 + S2, D): a view if they are adjacent in one buffer, such as the
+    slices of the previous block's joint result. They may be quantized for the same layers."""
+    if type(first) is type(second) is QuantizedRows:
+        values = concat_streams(call, first.values, second.values)
+        scale = concat_streams(call, first.scale, second.scale)
+        return QuantizedRows(values, scale, first.dtype, first.weights)
+    if call.state is not None and _are_adjacent(first, second):
+        return concat_view(first, second)
+    return torch.cat([as_tensor(first), as_tensor(second)], dim=1)
 
 
-def two_stream_block(
-    call: Call,
-    block: Any,
-    makers: PrologueMakers,
-    names: Sequence[tuple[str, str]],
-    hidden_states: tuple[Tensor, Tensor],
-    conditions: tuple[Any, ...],
-    **attention_arguments: Any,
-) -> tuple[Tensor, Tensor]:
-    """A block of image and text with a joint attention and separate feed-forwards. Returns the text first.
+def concat_view(first: Tensor, second: Tensor) -> Tensor:
+    shape = (first.shape[0], first.shape[1] + second.shape[1], first.shape[2])
+    return first.as_strided(shape, first.stride())
 
-    ``names`` as in ``feed_forwards``. With an IP-Adapter the attention has a third result, which is added to
-    the image.
-    """
-    begun = begin(call, block, makers, hidden_states, conditions)
-    normalized, rows = zip(*begun)
-    attention_out, c_attention_out, *adapted = block._modules["attn"](
-        hidden_states=normalized[0][0],
-        encoder_hidden_states=normalized[1][0],
-        **attention_arguments,
+
+def _are_adjacent(first: Tensor, second: Tensor) -> bool:
+    return (
+        type(first) is type(second) is Tensor
+        and first.dtype == second.dtype
+        and first.device == second.device
+        and not first.is_meta
+        and first.shape[0] == second.shape[0]
+        and first.shape[2] == second.shape[2]
+        and first.stride() == second.stride()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and second.storage_offset() == first.storage_offset() + first.shape[1] * first.stride(1)
     )
-    attention_outs = (attention_out, c_attention_out)
-    branches = feed_forwards(call, block, names, hidden_states, attention_outs, rows)
-    hands_over = not adapted and hidden_states[0].dtype != torch.float16
-    x, c = finish(call, block, makers, branches, conditions, hands_over=hands_over)
-    for out in adapted:
-        x = x + out
-    return clip_to_float16(c), x
+
+
+# --------------------------------------------------------------------------------------------------
+# First norms
+
+
+def plain_norm(
+    call: Call,
+    block: Any,
+    previous_x: Tensor | None,
+    *conditions: Any,
+    name: str,
+    rows_of: Callable[..., Rows] | None = None,
+    readers: Readers | None = None,
+) -> Any:
+    """The norm ``block.name``. ``rows_of(*conditions)``: rows of which the first two are shift and scale."""
+    upcasts = call.stand_in.spec.upcasts  # type: ignore[attr-defined]
+    norm = read_norm(block._modules.get(name), None, upcasts)
+    if isinstance(norm, str):
+        if previous_x is not None:
+            return None
+        call.fall_back(f"{name} {norm}")
+
+        def run_module(x: Tensor) -> tuple[Any, Rows]:
+            n = getattr(block, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
+            # Only now: the module may write to what they are made from.
+            rows = () if rows_of is None else rows_of(*conditions)
+            n = scale_and_shift(n, rows[1], rows[0]) if rows else n
+            return n.to(x.dtype) if upcasts is Upcasts.TO_NEXT_LINEAR else n, rows
+
+        return run_module
+    weight = norm[1][0]
+    if previous_x is not None and weight is not None and weight.device != previous_x.device:
+        return None
+    rows = () if rows_of is None else rows_of(*conditions)
+    modulation = (rows[1], rows[0]) if rows else ()
+    return FirstNorm(norm, block, name, modulation, rows, readers, block)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,37 +364,32 @@ def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
 
 
-def _modulation(call: Call, module: Any, ahead: Tensor | None, temb: Tensor) -> Tensor | None:
-    return linear_of_silu(call, module._modules["linear"], temb, ahead)
-
-
-def adaptive_prologue(
+def adaptive_norm(
     call: Call,
     block: Any,
-    ahead: Tensor | None,
+    previous_x: Tensor | None,
     *conditions: Any,
     name: str,
     takes_emb: bool = True,
-    modulation_of: Callable[..., Tensor | None] = _modulation,
-    upcasts: Upcasts = Upcasts.NOWHERE,
-    weights_for: WeightsFor | None = None,
+    modulation_of: Callable[..., Tensor | None] | None = None,
+    readers: Readers | None = None,
 ) -> Any:
-    """The prologue with the adaptive norm ``block.name``; ``ahead`` as in ``PrologueMakers``.
+    """The adaptive norm ``block.name``.
 
-    ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module, ahead,
-    *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None as the prologue. ``upcasts``: see
-    ``norms.Upcasts``. ``weights_for``: see ``Prologue``.
+    ``takes_emb``: whether the model passes the one condition as ``emb``. ``modulation_of(call, module,
+    previous_x, *conditions)``: all rows, (B, N * D) or (B, S, N * D), or None if they cannot be computed
+    before the block's call; by default the module's linear layer of SiLU.
     """
     module = block._modules[name]
     found = read_adaptive(module)
     if isinstance(found, str):
-        if ahead is not None:
+        if previous_x is not None:
             return None
         call.fall_back(f"{name} {found}")
         if call.state is not None:
             call.state.shared.clear()  # the module may write to what it was made from
 
-        def run_module(x: Tensor) -> PrologueResult:
+        def run_module(x: Tensor) -> tuple[Any, Rows]:
             """Replaces the rows of scale and shift by the norm's results."""
             made = module(x, emb=conditions[0]) if takes_emb else module(x, *conditions)
             normalized, *results = made if isinstance(made, tuple) else (made,)
@@ -380,41 +397,35 @@ def adaptive_prologue(
             if len(rows) == 6:  # of SD35AdaLayerNormZeroX
                 *rows, second, last = rows
                 return (normalized, second), (None, None, *rows, None, None, last)
-            return (normalized,), (None, None, *rows)
+            return normalized, (None, None, *rows)
 
         return run_module
     count, places, norm = found
-    modulation = modulation_of(call, module, ahead, *conditions)
+    if modulation_of is None:
+        (temb,) = conditions
+        modulation = linear_of_silu(call, module._modules["linear"], temb, previous_x)
+    else:
+        modulation = modulation_of(call, module, previous_x, *conditions)
     if modulation is None:
         return None
     modulation = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
     rows = modulation.chunk(count, 2)
     operands = tuple([None if place is None else rows[place] for place in places])
-    return Prologue(norm, module, "norm", operands, rows, upcasts, weights_for, block)
-
-
-# The prologues of FLUX's double blocks, of image and text, and that of its single blocks.
-DOUBLE_PROLOGUES = (
-    partial(adaptive_prologue, name="norm1", weights_for=image_weights),
-    partial(adaptive_prologue, name="norm1_context", weights_for=text_weights),
-)
-SINGLE_PROLOGUES = (partial(adaptive_prologue, name="norm", weights_for=single_block_weights),)
-# The norms and feed-forwards of FLUX's double blocks, for ``feed_forwards``.
-FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
+    return FirstNorm(norm, module, "norm", operands, rows, readers, block)
 
 
 def linear_of_silu(
-    call: Call, layer: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
+    call: Call, layer: Any, temb: Tensor, previous_x: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
-    """``layer(silu(temb))``; ``ahead`` as in ``PrologueMakers``. Blocks share the SiLU under ``name``."""
+    """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
-        if ahead is not None and not may_run_ahead(layer, ahead):
+        if previous_x is not None and not may_run_ahead(layer, previous_x):
             return None
         if are_fp8(layer):
             return linear(layer, call.shared(name, temb, torch.nn.functional.silu))
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
-    if ahead is not None and plain[0].device != ahead.device:
+    if previous_x is not None and plain[0].device != previous_x.device:
         return None
     activated = call.shared(name, temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain)
@@ -439,44 +450,41 @@ def linear_alone(module: Any, x: Tensor) -> Tensor:
 
 
 def linear_modulation(
-    call: Call, module: Any, temb: Tensor, ahead: Tensor | None, name: str = "silu"
+    call: Call, module: Any, temb: Tensor, previous_x: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
-    """The result of a ``torch.nn.Sequential(SiLU, Linear)`` for a time embedding; ``ahead`` as in
-    ``PrologueMakers``. Blocks share the SiLU under ``name``."""
+    """The result of a ``torch.nn.Sequential(SiLU, Linear)`` for a time embedding; ``previous_x`` as in
+    ``FirstNorms``. Blocks share the SiLU under ``name``."""
     if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
         if is_plain(activation, SILU):
-            return linear_of_silu(call, layer, temb, ahead, name)
-    return None if ahead is not None else module(temb)
+            return linear_of_silu(call, layer, temb, previous_x, name)
+    return None if previous_x is not None else module(temb)
 
 
-def table_prologue(
+def table_norm(
     call: Call,
     block: Any,
-    ahead: Tensor | None,
+    previous_x: Tensor | None,
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
-    upcasts: Upcasts = Upcasts.NOWHERE,
     scale_first: bool = False,
-    weights_for: WeightsFor | None = None,
+    readers: Readers | None = None,
 ) -> Any:
-    """The prologue with the norm ``norm1`` and a modulation that is the block's table ``scale_shift_table``,
-    (N, D) or (1, N, D), plus a time embedding; ``ahead`` as in ``PrologueMakers``.
+    """The norm ``norm1`` with a modulation that is the block's table ``scale_shift_table``, (N, D) or
+    (1, N, D), plus a time embedding.
 
     ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
     N - 2 more, each (B, 1 or S, D), in the dtype of the sum. ``scale_first``: the model's order of these two.
-    ``weights_for``: see ``Prologue``.
     """
     table = block.scale_shift_table
-    if ahead is not None and table.device != ahead.device:
+    if previous_x is not None and table.device != previous_x.device:
         return None
 
     def rows_of() -> Rows:
-        embedding = call.shared("embedding", temb, by_row)
-        rows = table_rows(table, embedding)
+        rows = table_rows(table, call.shared("embedding", temb, by_row))
         return (rows[1], rows[0], *rows[2:]) if scale_first else rows
 
-    return norm_prologue(call, block, "norm1", ahead, rows_of, upcasts, weights_for)
+    return plain_norm(call, block, previous_x, name="norm1", rows_of=rows_of, readers=readers)
 
 
 def table_rows(table: Tensor, embedding: Tensor) -> Rows:
@@ -515,20 +523,3 @@ class BlockSpec(PatchSpec):
         adaptive = [(name, read_adaptive(modules.get(name))) for name in self.adaptive_norms]
         notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
         return norm_notes(module, self.norms, self.upcasts) + notes
-
-
-# FLUX's blocks, and blocks whose norms and layers have the same names.
-FLUX_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
-double_spec = partial(
-    BlockSpec,
-    operations=FLUX_OPERATIONS,
-    norms=("norm2", "norm2_context"),
-    adaptive_norms=("norm1", "norm1_context"),
-    inner=("attn", "ff.net.0", "ff_context.net.0"),
-)
-single_spec = partial(
-    BlockSpec,
-    operations=f"{FLUX_OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
-    adaptive_norms=("norm",),
-    inner=("attn",),
-)

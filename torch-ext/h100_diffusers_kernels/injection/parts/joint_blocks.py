@@ -1,0 +1,119 @@
+"""Blocks of image and text as those of FLUX.1, which several families share.
+
+A double block has a stream each, joint attention and separate feed-forwards. A single block has one stream of
+both, and its feed-forward reads the same norm as its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.patch import Call
+from .linears import (
+    QUERY_KEY_VALUE,
+    TEXT_QUERY_KEY_VALUE,
+    feed_forward_branch,
+    feed_forward_reader,
+    fp8_readers,
+    linear_and_gelu,
+    linear_of_concat,
+)
+from .norms import clip_to_float16
+from .streams import BlockSpec, FirstNorms, Stream, adaptive_norm, end, start
+
+# What reads the first norms of image and text, and that of a single block.
+IMAGE_READERS = partial(fp8_readers, "attn", QUERY_KEY_VALUE)
+TEXT_READERS = partial(fp8_readers, "attn", TEXT_QUERY_KEY_VALUE)
+SINGLE_READERS = partial(fp8_readers, "attn", QUERY_KEY_VALUE, others=("proj_mlp",))
+DOUBLE_NORMS = (
+    partial(adaptive_norm, name="norm1", readers=IMAGE_READERS),
+    partial(adaptive_norm, name="norm1_context", readers=TEXT_READERS),
+)
+SINGLE_NORMS = (partial(adaptive_norm, name="norm", readers=SINGLE_READERS),)
+# The second norm and the feed-forward of each stream.
+FEED_FORWARDS = (("norm2", "ff"), ("norm2_context", "ff_context"))
+
+
+def add_feed_forwards(block: Any, *streams: Stream, names: Any = FEED_FORWARDS) -> None:
+    """Adds to each stream the feed-forward of its second norm, whose rows are the last three."""
+    for stream, (norm, ff) in zip(streams, names):
+        shift, scale, gate = stream.rows[3:6]
+        n = stream.norm(norm, scale, shift, readers=partial(feed_forward_reader, ff))
+        stream.add(feed_forward_branch(block._modules[ff], n), gate)
+
+
+def double_block(
+    call: Call,
+    block: Any,
+    first_norms: FirstNorms,
+    tokens: tuple[Tensor, Tensor],
+    conditions: tuple[Any, ...],
+    names: Any = FEED_FORWARDS,
+    clips: bool = True,
+    **attention_arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """Image and text after a double block. With an IP-Adapter the attention has a third result, which is
+    added to the image. ``clips``: whether the model clips the text to float16's range."""
+    image, text = streams = start(call, block, first_norms, tokens, conditions)
+    outs = block._modules["attn"](
+        hidden_states=image.n, encoder_hidden_states=text.n, **attention_arguments
+    )
+    for stream, out in zip(streams, outs):
+        stream.add(out, stream.rows[2])
+    add_feed_forwards(block, *streams, names=names)
+    is_exact = not clips or tokens[0].dtype != torch.float16
+    x, c = end(*streams, hands_over=is_exact and len(outs) == 2)
+    for out in outs[2:]:
+        x = x + out
+    return x, clip_to_float16(c) if clips else c
+
+
+def single_block(
+    call: Call,
+    block: Any,
+    first_norms: FirstNorms,
+    tokens: tuple[Tensor, ...],
+    conditions: tuple[Any, ...],
+    attend: Any,
+    hands_over: bool = True,
+    clips: bool = True,
+) -> Any:
+    """The tokens after a single block. ``attend(n)`` calls its attention. ``clips``: whether the model clips
+    them to float16's range."""
+    (stream,) = start(call, block, first_norms, tokens, conditions)
+    modules = block._modules
+    proj_out = modules["proj_out"]
+    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], stream.n, proj_out)
+    out = linear_of_concat(call, proj_out, attend(stream.n), mlp_out)
+    stream.add(out, stream.rows[2])
+    length = tokens[0].shape[1]
+
+    def as_returned(results: Sequence[Tensor]) -> Sequence[Tensor]:
+        x = clip_to_float16(results[0]) if clips else results[0]
+        # Views that may be written to, unlike those of `split`.
+        return (x,) if len(tokens) == 1 else (x[:, :length], x[:, length:])
+
+    is_exact = not clips or tokens[0].dtype != torch.float16
+    return end(stream, hands_over=hands_over and is_exact, as_returned=as_returned)
+
+
+# FLUX's blocks, and blocks whose norms and layers have the same names.
+FLUX_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
+double_spec = partial(
+    BlockSpec,
+    operations=FLUX_OPERATIONS,
+    norms=("norm2", "norm2_context"),
+    adaptive_norms=("norm1", "norm1_context"),
+    inner=("attn", "ff.net.0", "ff_context.net.0"),
+)
+single_spec = partial(
+    BlockSpec,
+    operations=f"{FLUX_OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
+    adaptive_norms=("norm",),
+    inner=("attn",),
+)
