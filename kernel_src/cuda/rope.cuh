@@ -4,6 +4,8 @@
 // second by cos_b and sin_b.
 #pragma once
 
+#include <type_traits>
+
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
@@ -157,6 +159,43 @@ struct ComplexRope {
 
    private:
     Pack<float, kSize> a_, b_;
+  };
+};
+
+// Tables of any kind, which is read at run time: for kinds that no model has (qk_norm_rope_launch.cuh).
+struct AnyTableRope {
+  static constexpr bool kIsRope = true;
+  static constexpr bool kIsComputed = false;
+
+  template <typename T, RopeLayout kLayout, int kSize>
+  class Lookup {
+   public:
+    template <class Params>
+    __device__ __forceinline__ void fetch(const Params& params, const UnitPosition& position) {
+      const RopeTables& tables = params.tables;
+      const auto fetch_as = [&]<class Rope>(std::type_identity<Rope>) {
+        typename Rope::template Lookup<T, kLayout, kSize> lookup;
+        lookup.fetch(params, position);
+        lookup.rotation(rotation_);
+      };
+      const auto fetch_values = [&]<TableValues kValues>() {
+        if (sizeof(T) == sizeof(float) || tables.is_float32)
+          fetch_as(std::type_identity<TableRope<float, kValues>>{});
+        else
+          fetch_as(std::type_identity<TableRope<T, kValues>>{});
+      };
+      if (tables.is_complex)
+        fetch_as(std::type_identity<ComplexRope>{});
+      else if (tables.is_per_pair)
+        fetch_values.template operator()<TableValues::kPerPair>();
+      else
+        fetch_values.template operator()<TableValues::kPerElement>();
+    }
+
+    __device__ __forceinline__ void rotation(UnitRotation<kSize>& rotation) const { rotation = rotation_; }
+
+   private:
+    UnitRotation<kSize> rotation_;
   };
 };
 

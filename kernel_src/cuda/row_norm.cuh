@@ -46,12 +46,6 @@ struct RowKernelParams {
         hidden(p.hidden) {}
 };
 
-template <typename T>
-struct RowStatistics {
-  Statistic<T> mean;   // 0 unless the norm is centered
-  Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
-};
-
 // For 16-bit results mean and variance come from sums of differences from a pivot, so that the threads of a
 // row exchange sums once. Two exchanges, and Chan's combination of the warps' statistics, were slower
 // (notes/row_kernels.md, "Layer norm"). The pivot is the mean of the row's first eight values. It multiplies

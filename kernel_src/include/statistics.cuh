@@ -52,6 +52,13 @@ struct Statistic {
   }
 };
 
+// Of a norm (x - mean) * scale.
+template <typename T>
+struct RowStatistics {
+  Statistic<T> mean;   // 0 unless the norm is centered
+  Statistic<T> scale;  // 1 / sqrt(mean of the squares around the mean + eps)
+};
+
 // Approximate for 16-bit results, where the error is negligible beside their rounding.
 template <typename T>
 __device__ __forceinline__ RowSum<T> divide(RowSum<T> sum, RowSum<T> count) {

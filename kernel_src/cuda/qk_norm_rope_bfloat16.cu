@@ -1,0 +1,8 @@
+// The kernels of qk_norm_rope for bfloat16.
+#include "qk_norm_rope_launch.cuh"
+
+namespace h100_diffusers_kernels {
+
+template void launch_qk_norm_rope<__nv_bfloat16>(const QkvNormRopeParams&, Stream);
+
+}  // namespace h100_diffusers_kernels
