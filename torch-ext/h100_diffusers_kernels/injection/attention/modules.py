@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ... import functional
 from ...conditions import (
     ATTENTION_HEAD_DIMS,
+    PLAIN_TYPES,
     an,
     attention_takes,
     dtype_name,
@@ -27,7 +28,7 @@ from ...conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..core.checks import KnownFunction, class_name
+from ..core.checks import KnownFunction, class_name, is_plain
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..core.report import OWN_ATTENTION
@@ -41,12 +42,11 @@ from ..parts.linears import (
     linear,
     linear_per_sample,
     linears,
-    run_dropout,
     write_linear,
 )
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
-from ..quantized.fp8_linears import are_fp8
+from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
 from .backend import (
     DISPATCH,
     NATIVE,
@@ -65,6 +65,8 @@ NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 _IMAGE = QUERY_KEY_VALUE, ("norm_q", "norm_k")
 _TEXT = TEXT_QUERY_KEY_VALUE, ("norm_added_q", "norm_added_k")
 _NORMS = (*_IMAGE[1], *_TEXT[1])
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
+UNREAD: Any = object()  # an argument that was not given
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,7 +196,7 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     found = getattr(module.processor, "_parallel_config", call)
     if found is call:
         found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
-    config = config_of(found)
+    config = None if found is None else config_of(found)
     if config is None:
         return None
     spec: Any = call.stand_in.spec
@@ -206,21 +208,26 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     return config if is_ours else None
 
 
-def _may_attend(call: Call, head_dim: int) -> bool:
-    """Whether attention itself may run on the kernel. Counts the reason if not, except for user choices."""
-    stand_in = call.stand_in
-    if not stand_in.injection.options["attention"]:
-        return False
-    spec: Any = stand_in.spec
+def _may_attend(call: Call, module: Any, head_dim: int) -> bool:
+    """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
+    Counts the reason if not."""
+    spec: Any = call.stand_in.spec
+    library = sys.modules[spec.library]
+    dispatches = spec.dispatches and hasattr(library, "dispatch_attention_fn")
     reason = None
+    if not is_native(module.processor, dispatches):
+        call.leave_attention(CHOSEN)
+        return False
+    if not call.stand_in.injection.options["attention"]:
+        return False
     if head_dim not in ATTENTION_HEAD_DIMS:
         reason = why_not_head_dim(head_dim)
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         reason = "scaled_dot_product_attention was replaced"
-    elif _dispatches(spec):
+    elif dispatches:
         if NATIVE.function is None:
             reason = "this diffusers version does not expose its backend"
-        elif sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function:
+        elif library.dispatch_attention_fn is not DISPATCH.function:
             reason = "dispatch_attention_fn was replaced"
     if reason is not None:
         call.fall_back(f"{OWN_ATTENTION}: {reason}")
@@ -237,6 +244,7 @@ def attend(
     expand_mask: Callable[[Tensor], Tensor] | None = None,
     *,
     heads: int,
+    config: Any = UNREAD,
     key_lengths: Tensor | None = None,
     key_bias: Tensor | None = None,
     is_unbiased: Tensor | None = None,
@@ -248,8 +256,9 @@ def attend(
     """Attention of all heads, (B, S, H * d), in query's dtype, times ``gate`` (B, S, H), plus ``addend`` of
     query's shape.
 
-    Under context parallelism query, key and value may also be those of ``wire_empty``, and the value a
-    function that computes it, while query and key are on their way to other ranks.
+    ``config``: of context parallelism, if the caller has read it. With it query, key and value may also be
+    those of ``wire_empty``, and the value a function that computes it, while query and key are on their way
+    to other ranks.
 
     ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
     repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
@@ -258,25 +267,27 @@ def attend(
     processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
     to the dispatch.
     """
-    spec: Any = call.stand_in.spec
-    processor = module.processor
-    is_free = is_native(processor, _dispatches(spec))
-    config = None if "parallel_config" in options else context_parallel_of(call, module)
+    if "parallel_config" in options:
+        config = None
+    elif config is UNREAD:
+        config = context_parallel_of(call, module)
     if config is not None:
         if is_unbiased is not None:
             raise ValueError(
                 "context parallelism: a mask for some queries only cannot be split between ranks"
             )
         key_bias = _bias_of_keys(call, key, mask, expand_mask, key_lengths, key_bias)
-        result = _attend_in_parallel(call, config, query, key, value, key_bias, heads, out)
+        result = _attend_in_parallel(call, module, config, query, key, value, key_bias, heads, out)
         return _gate_and_add(result, gate, addend, heads)
-    if is_free and _may_attend(call, query.shape[2] // heads):
+    if _may_attend(call, module, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
             if mask is not None and key_lengths is None and key_bias is None:
                 key_bias = _key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
+                if gate is addend is is_unbiased is None:
+                    return functional.attention(query, key, value, **how)
                 if (
                     is_unbiased is None
                     and same_dtype_and_unit_stride(query, addend)
@@ -296,12 +307,15 @@ def attend(
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         else:
             _count_own(call, query, key, value)
-    elif not is_free:
-        call.leave_attention(CHOSEN)
+    spec: Any = call.stand_in.spec
+    processor = module.processor
     if mask is not None and expand_mask is not None:
         # PyTorch's attention broadcasts over the heads by itself.
-        is_broadcast = is_free and mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
-        mask = mask.unsqueeze(1) if is_broadcast else expand_mask(mask)
+        is_broadcast = mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
+        if is_broadcast and is_native(processor, _dispatches(spec)):
+            mask = mask.unsqueeze(1)
+        else:
+            mask = expand_mask(mask)
     dtype = query.dtype
     head_dim = query.shape[2] // heads
     query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
@@ -338,6 +352,7 @@ def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: 
 
 def _attend_in_parallel(
     call: Call,
+    module: Any,
     config: Any,
     query: Tensor,
     key: Tensor,
@@ -353,7 +368,7 @@ def _attend_in_parallel(
         x = x() if callable(x) else x
         return x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
 
-    may_use_kernel = _may_attend(call, head_dim)
+    may_use_kernel = _may_attend(call, module, head_dim)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if may_use_kernel and attention_takes(q, k, v):
@@ -421,16 +436,31 @@ def query_key_value(
 ) -> Sequence[Any]:
     """Query of x, and key and value of the context (default: x), by the linear layers with these names.
 
-    ``config``: the context parallelism of ``attend``, if it gets the value as it is: a function then.
+    With ``config``, of context parallelism, the value of self-attention is returned as a function, so that it
+    is computed while query and key are sent.
     """
     modules = module._modules
-    q, k, v = names
-    if context is None and config is not None and not are_fp8(modules[v]):
-        query, key = linears(x, modules[q], modules[k])
-        return [query, key, partial(_value_on_wire, config, modules[v], x, module.heads)]
+    q, k, v = (modules[names[0]], modules[names[1]], modules[names[2]])
+    source = x if context is None else context
+    if config is None and type(source) is Tensor is type(x) and is_plain(q, LINEAR, k, v):
+        # ``linear``, inlined.
+        of_q, of_k, of_v = q._parameters, k._parameters, v._parameters
+        weights = (of_q.get("weight"), of_k.get("weight"), of_v.get("weight"))
+        if _PLAIN_TYPES.issuperset(map(type, weights)) and (
+            "bias" in of_q and "bias" in of_k and "bias" in of_v
+        ):
+            product = torch.nn.functional.linear
+            return [
+                product(x, weights[0], of_q["bias"]),
+                product(source, weights[1], of_k["bias"]),
+                product(source, weights[2], of_v["bias"]),
+            ]
+    if context is None and config is not None and not are_fp8(v):
+        query, key = linears(x, q, k)
+        return [query, key, partial(_value_on_wire, config, v, x, module.heads)]
     if context is None:
-        return linears(x, modules[q], modules[k], modules[v])
-    return [linear(modules[q], x), *linears(context, modules[k], modules[v])]
+        return linears(x, q, k, v)
+    return [linear(q, x), *linears(context, k, v)]
 
 
 def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
@@ -464,8 +494,12 @@ def _norm_options(
             call.fall_back(f"{name} {norm}")
     if isinstance(q, str) or isinstance(k, str) or q[0] != k[0] or q[2] != k[2]:
         return None
-    alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
-    if not (same_dtype_and_unit_stride(query, key) and alike(query, *q[1], *k[1])):
+    are_alike = (
+        same_dtype_and_unit_stride(query, key) and modulators_compatible(query, *q[1], *k[1])
+        if upcasts
+        else same_dtype_and_unit_stride(query, key, *q[1], *k[1])
+    )
+    if not are_alike:
         return None
     options: dict[str, Any] = {"q_weight": q[1][0], "k_weight": k[1][0], "norm": form, "eps": q[2]}
     if q[0] == LAYER:
@@ -507,7 +541,7 @@ def norm_and_rotate(
             key_rope is not None or (per_head and (rope is None or query.shape[1] == key.shape[1]))
         )
     ):
-        if rope is not None and same_dtype_and_unit_stride(query, key):
+        if rope is not None:
             operand = rope_operand(rope, query, heads, per_head)
             if key_rope is not None:
                 key_operand = rope_operand(key_rope, key, heads, per_head)
@@ -534,7 +568,7 @@ def norm_and_rotate(
         query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
     if upcasts is Upcasts.TO_NEXT_LINEAR:
         query, key = query.float(), key.float()
-    query, key = (apply_norm(call, module, name, x) for name, x in zip(names, (query, key)))
+    query, key = apply_norm(call, module, names[0], query), apply_norm(call, module, names[1], key)
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
         query, key = functional.qk_norm_rope(query, key, norm="none", **how)
@@ -584,11 +618,15 @@ def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
     if to_out is None:
         return x
     is_branch = type(source) is QuantizedRows
-    if type(to_out) is nn.ModuleList:
-        layer, dropout = to_out._modules.values()
-        out = linear_per_sample(layer, x, is_branch and is_identity(dropout))
-        return run_dropout(dropout, out)
-    return linear_per_sample(to_out, x, is_branch)
+    if type(to_out) is not nn.ModuleList:
+        return linear_per_sample(to_out, x, is_branch)
+    layer, dropout = to_out._modules.values()
+    has_dropout = not is_identity(dropout)
+    if is_branch or not x.is_contiguous():
+        out = linear_per_sample(layer, x, is_branch and not has_dropout)
+    else:
+        out = linear(layer, x)
+    return dropout(out) if has_dropout else out
 
 
 def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
@@ -603,19 +641,17 @@ def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
 _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 
 
-class Projections(NamedTuple):
-    """One token stream: query, key and value, each (B, S, H * d); the names of the query and key norms; and
+class Projections:
+    """Query, key and value of one token stream, each (B, S, H * d); the names of the query and key norms; and
     the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
     its layer and the layer's input, or a function."""
 
-    query: Tensor
-    key: Tensor
-    value: Any
-    norms: tuple[str, str]
-    rope: Any
+    __slots__ = ("key", "norms", "query", "rope", "value")
 
-    def value_tensor(self) -> Tensor:
-        return linear(*self.value) if isinstance(self.value, tuple) else self.value
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Any, norms: tuple[str, str], rope: Any
+    ) -> None:
+        self.query, self.key, self.value, self.norms, self.rope = query, key, value, norms, rope
 
 
 def project(
@@ -641,7 +677,9 @@ def project(
             config = context_parallel_of(call, module)
             query, key, value = query_key_value(module, x, None, config=config)
             return [Projections(query, key, value, norms, rope)]
-        if type(x) is QuantizedRows or are_fp8(modules[v]):
+        value_layer = modules[v]
+        is_fp8 = not has_plain_weight(value_layer) and are_fp8(value_layer)
+        if type(x) is QuantizedRows or is_fp8:
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             streams.append(Projections(query, key, value, norms, rope))
         else:
@@ -672,7 +710,7 @@ def _joint_query_key_value(
         if options is None:
             return None
         how.append((operand, options))
-    for i, stream in enumerate(streams):
+    for stream in streams:
         value = stream.value
         if not (
             isinstance(value, tuple)
@@ -680,8 +718,7 @@ def _joint_query_key_value(
             and can_write_linear(*value)
             and value[0]._parameters["weight"].shape[0] == first.shape[2]
         ):
-            value = stream.value_tensor()
-            streams[i] = stream._replace(value=value)
+            value = stream.value = linear(*value) if isinstance(value, tuple) else value
             if value.shape != stream.query.shape or not same_dtype_and_unit_stride(
                 stream.query, value
             ):
@@ -699,9 +736,10 @@ def _joint_query_key_value(
     else:
         joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
     query, key, value = joint
-    outs = tuple(x[:, :length] for x in joint), tuple(x[:, length:] for x in joint)
+    of_first: Any = query[:, :length], key[:, :length], value[:, :length]
+    of_second: Any = query[:, length:], key[:, length:], value[:, length:]
     later: list[Any] = []
-    for stream, (operand, options), out in zip(streams, how, outs):
+    for stream, (operand, options), out in zip(streams, how, (of_first, of_second)):
         v: Any = stream.value
         if isinstance(v, tuple):
             if config is None:
@@ -749,10 +787,10 @@ def attend_to_all(
         each = []
         alone = config if len(streams) == 1 and joint_rope is None else None
         for stream in streams:
-            query, key, _, norms, rope = stream
-            how = (query, key, rope, rotate, "per_head", heads)
-            q, k = norm_and_rotate(call, module, *how, config=alone, names=norms)
-            each.append((q, k, stream.value_tensor()))
+            how = (stream.query, stream.key, stream.rope, rotate, "per_head", heads)
+            q, k = norm_and_rotate(call, module, *how, config=alone, names=stream.norms)
+            value = stream.value
+            each.append((q, k, linear(*value) if isinstance(value, tuple) else value))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint
     if joint_rope is not None:

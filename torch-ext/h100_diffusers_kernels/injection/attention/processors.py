@@ -440,7 +440,7 @@ def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | Non
         or not (same_dtype_and_unit_stride(x) if c is None else kernels_take(x, c))
     ):
         return None
-    call = Call(stand_in, None)
+    call = stand_in.new_call()
     out = _run_standard(module, call, x, c)
     if out is not None and call.is_counted:
         stand_in.count.on_kernels += 1

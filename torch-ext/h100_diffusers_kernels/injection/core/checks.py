@@ -161,8 +161,14 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
             or state.get("_compiled_call_impl") is not None
         ):
             return False
-        if "forward" in state and not has_own_forward(each):
-            return False
+        forward = state.get("forward")
+        if forward is not None:
+            owner: Any = getattr(forward, "__self__", None)
+            if type(owner) in STAND_INS:  # ``has_own_forward``, inlined
+                if owner._module() is not each:
+                    return False
+            elif not has_own_forward(each):
+                return False
     return True
 
 

@@ -164,13 +164,11 @@ class Call:
         is_counted: whether the call counts as one on the kernels: False if it falls back.
     """
 
+    stand_in: StandIn
+    state: Any = None
     is_bare = False
     is_counted = True
     _reasons: tuple[str, ...] = ()
-
-    def __init__(self, stand_in: StandIn, state: Any) -> None:
-        self.stand_in = stand_in
-        self.state = state
 
     def fall_back(self, reason: str | None) -> None:
         """Counts a fallback: the model's own code computes the call, or a part of it.
@@ -281,13 +279,14 @@ class StandIn:
         injection, spec, own = self.injection, self.spec, self.own_forward
         if injection.is_over or own is None or type(module).forward is not own:
             if not injection.is_over:
-                Call(self, None).fall_back(UNKNOWN_FORWARD)
+                self.new_call().fall_back(UNKNOWN_FORWARD)
             return spec.run_own(self, type(module).forward, module, args, kwargs)
         if spec.left_to_compiler and torch.compiler.is_compiling():
             return spec.run_own(self, own, module, args, kwargs)
         is_traced, reason = torch.compiler.is_dynamo_compiling(), None
         state = None if is_traced else injection.local.state
-        call = Call(self, state)
+        call = Call()
+        call.stand_in, call.state = self, state
         if not is_traced and (
             any(GLOBAL_HOOKS)
             or _function_modes()
@@ -296,7 +295,10 @@ class StandIn:
             or nn.Module._call_impl is not CALL_IMPL
         ):
             reason = why_intercepted()
-        reason = reason or replaced_function(self.functions)
+        for known in self.functions:
+            function = known.function
+            if function is None or getattr(known.owner, known.name, None) is not function:
+                reason = reason or replaced_function(self.functions)
         if reason is None and spec.condition is not None:
             reason = spec.condition(module)
         if state is not None and spec.is_attention and not bare_stand_in(spec, module):
@@ -316,6 +318,12 @@ class StandIn:
         if call.is_counted and not is_traced:
             self.count.on_kernels += 1
         return result
+
+    def new_call(self) -> Call:
+        """A call that shares nothing with others."""
+        call = Call()
+        call.stand_in = self
+        return call
 
     def taken_out(self) -> None:
         """Called after the class's forward has been restored."""
@@ -392,12 +400,18 @@ def is_wrapped(module: Any) -> bool:
 
 def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
     """The stand-in of this kind that a call of the module runs, if it has no hooks or wrappers."""
-    cls = type(module)
-    stand_in = getattr(module.__dict__.get("forward"), "__self__", None)
+    cls, state = type(module), module.__dict__
+    stand_in = getattr(state.get("forward"), "__self__", None)
     is_found = (
         isinstance(stand_in, StandIn)
         and stand_in.spec is spec
-        and not has_hooks(module)
+        and not (  # ``has_hooks``, inlined: blocks ask this of each other and of their attentions
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or state.get("_compiled_call_impl") is not None
+        )
         and stand_in._module() is module
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__

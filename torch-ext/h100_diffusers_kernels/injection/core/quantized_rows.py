@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ FP8_BLOCK = 128  # elements of a row that have a scale of their own, unless the 
 _LONGEST_ROW = 18432  # that a kernel reads once for one scale
 
 
-@dataclass(eq=False, slots=True)
 class QuantizedRows:
     """The input of FP8 layers, quantized as by ``quantize_fp8``, in place of its tensor.
 
@@ -25,20 +23,20 @@ class QuantizedRows:
         values, scale: the operation's results.
         dtype: the tensor's.
         weights: the ``fp8_linears.Fp8Weight`` of each layer that was found to take it.
+        shape: the tensor's.
     """
 
-    values: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-    weights: dict[Any, Any]
+    __slots__ = ("dtype", "scale", "shape", "values", "weights")
+
+    def __init__(
+        self, values: Tensor, scale: Tensor, dtype: torch.dtype, weights: dict[Any, Any]
+    ) -> None:
+        self.values, self.scale, self.dtype, self.weights = values, scale, dtype, weights
+        self.shape = values.shape
 
     def __getitem__(self, index: Any) -> QuantizedRows:
         """Some of the rows."""
         return QuantizedRows(self.values[index], self.scale[index], self.dtype, self.weights)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,7 @@ from ...conditions import (
     why_not_taken,
 )
 from ...conditions import is_plain as is_plain_tensor
-from ..core.checks import KnownClass, is_plain, why_not_plain
+from ..core.checks import KnownClass, is_plain, replaced_function, why_not_plain
 from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 from ..quantized.fp8_linears import (
@@ -39,6 +39,7 @@ from ..quantized.fp8_linears import (
     fp8_takes,
     fp8_weight,
     fp8_weights_for,
+    has_plain_weight,
 )
 
 DROPOUT = KnownClass("torch.nn:Dropout")
@@ -74,7 +75,8 @@ def linear(layer: Any, x: Any) -> Tensor:
                 found = fp8_weights_for(x, layer)
                 if found is not None:
                     return fp8_product(quantized_rows(x), found[layer])
-            return torch.nn.functional.linear(as_tensor(x), weight, bias)
+            x = as_tensor(x) if type(x) is QuantizedRows else x
+            return torch.nn.functional.linear(x, weight, bias)
     return layer(as_tensor(x))
 
 
@@ -82,8 +84,9 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
     """``layer(x)`` of each layer: one product of all if they are FP8 layers. x may be quantized."""
     is_quantized = type(x) is QuantizedRows
     weights = x.weights if is_quantized else fp8_weights_for(x, *layers)
-    if weights is not None and all(layer in weights for layer in layers):
-        return fp8_products(quantized_rows(x), [weights[layer] for layer in layers])
+    if weights is not None and weights.keys() >= {*layers}:
+        rows = x if is_quantized else quantized_rows(x)
+        return fp8_products(rows, [*map(weights.__getitem__, layers)])
     if is_quantized:
         return [linear(layer, x) for layer in layers]
     are_plain = is_plain(layers[0], LINEAR, *layers[1:])
@@ -96,11 +99,6 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         else:
             results.append(linear(layer, x))
     return results
-
-
-def has_plain_weight(layer: Any) -> bool:
-    """Whether a layer is PyTorch's with a plain weight, so that it cannot be an FP8 layer."""
-    return type(layer) is nn.Linear and type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -244,6 +242,8 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
 
 def inputs_taken(x: Any, *others: Any) -> bool:
     """``kernels_take``. Inputs may be quantized."""
+    if type(x) is not QuantizedRows and QuantizedRows not in map(type, others):
+        return kernels_take(x, *others)
     inputs = [each for each in (x, *others) if each is not None]
     tensors = [each for each in inputs if type(each) is not QuantizedRows]
     are_alike = all(each.dtype is x.dtype for each in inputs)
@@ -325,10 +325,12 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
             activation, dropout, out, *last = net._modules.values()
             y: Any = None
-            if is_identity(dropout):
+            has_dropout = not is_identity(dropout)
+            if not (has_dropout or has_plain_weight(out)):
                 y = _fp8_feed_forward(activation, activation._modules.get("proj"), out, x)
             if y is None:
-                y = linear(out, run_dropout(dropout, activation(as_tensor(x))))
+                y = _run_activation(activation, x)
+                y = linear(out, dropout(y) if has_dropout else y)
             if last and not is_identity(last[0]):
                 return last[0](computed(y))
             return y
@@ -338,6 +340,22 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
         y = _fp8_feed_forward(activation, linear_in, out, x)
         return linear(out, activation(linear(linear_in, x))) if y is None else y
     return module(as_tensor(x))
+
+
+def _run_activation(activation: Any, x: Any) -> Tensor:
+    """``activation(x)``, without a module call if it would run this package's GELU. x may be quantized."""
+    if type(activation) is LINEAR_GELU.known.cls and not torch.compiler.is_dynamo_compiling():
+        stand_in = bare_stand_in(LINEAR_GELU, activation)
+        if (
+            stand_in is not None
+            and same_dtype_and_unit_stride(x)
+            and "gelu" not in activation.__dict__
+            and replaced_function(stand_in.functions) is None
+        ):
+            stand_in.count.on_kernels += 1
+            proj, approximate = activation._modules["proj"], activation.approximate
+            return linear_gelu(proj, activation.gelu, approximate, x)
+    return activation(as_tensor(x) if type(x) is QuantizedRows else x)
 
 
 def feed_forward_reader(name: str, block: Any, x: Tensor) -> dict[Any, Fp8Weight] | None:
@@ -364,7 +382,7 @@ def fp8_readers(
     module = block._modules.get(part)
     first = None if module is None else module._modules.get(layers[0])
     # torch.compile cannot trace a read of the instance's forward.
-    if first is None or has_plain_weight(first) or torch.compiler.is_compiling():
+    if first is None or has_plain_weight(first) or torch.compiler.is_dynamo_compiling():
         return None
     each = (*map(module._modules.get, layers), *map(block._modules.get, others))
     weights = fp8_weights_for(x, *each)
@@ -385,11 +403,16 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
     else:
         return None
     inner = proj._parameters
+    is_quantized = type(x) is QuantizedRows
+    if is_quantized and proj in x.weights:
+        features = x.weights[proj].values.shape[0]
+    elif "weight" in inner and "bias" in inner:
+        features = inner["weight"].shape[0]
+    else:
+        return None
     if (
-        "weight" not in inner
-        or "bias" not in inner
-        or not fp8_takes(x)
-        or not fp8_fits(out, found, x, inner["weight"].shape[0] // halves)
+        not (is_quantized or fp8_takes(x))
+        or not fp8_fits(out, found, x, features // halves)
         or is_differentiated(*inner.values())
         or not is_plain(activation, known)
         or why_not(activation)
@@ -397,9 +420,9 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
     ):
         return None
     if known is LINEAR_GELU.known:
-        weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, proj)
+        weights = x.weights if is_quantized else fp8_weights_for(x, proj)
         if weights and proj in weights:
-            rows = quantized_rows(x)
+            rows = x if is_quantized else quantized_rows(x)
             values, scale = fp8_gelu_product(rows, weights[proj], activation.approximate)
             return Fp8Product(QuantizedRows(values, scale, x.dtype, {}), found)
     values, scale = operation(activation, linear(proj, x))

@@ -66,6 +66,8 @@ _FP8_RESIDUAL_OPERATIONS = _operations("gated_residual_", "_fp8")
 # Parameters of a norm over the last dimension: RMS or LAYER, the weight or the weight and bias, each (D,) or
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
+_TENSORS = frozenset((Tensor, type(None)))
+_NO_INDEX: dict[str, Any] = {}
 # A scale, shift or gate: a tensor; a table's row (D,) and an embedding, for their sum; rows that tokens
 # choose; or None.
 Modulator = Any
@@ -167,8 +169,10 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     module = owner._modules.get(name)
     if module is None:
         return x
-    norm = known_norm(call, owner, name, x.shape[-1], Upcasts.NOWHERE)
-    if norm is not None and same_dtype_and_unit_stride(x, *norm[1]):
+    norm = read_norm(module, x.shape[-1])
+    if isinstance(norm, str):
+        call.fall_back(f"{name} {norm}")
+    elif same_dtype_and_unit_stride(x, *norm[1]):
         kind, affine, eps = norm
         return NORM_OPERATIONS[kind, 0](x, *affine, eps)
     return module(x)
@@ -178,10 +182,6 @@ def _operands(
     modulators: Sequence[Modulator],
 ) -> tuple[Sequence[Modulator], dict[str, Any], Sequence[Optional[Tensor]]]:
     """The modulators with the tables of ``ChosenRows``, the operations' argument ``index``, all tensors."""
-    if modulators and type(modulators[0]) is type(modulators[-1]) is Tensor:
-        kinds: Any = {Tensor, *map(type, modulators)}
-        if len(kinds) == 1:
-            return modulators, {}, modulators
     index: dict[str, Any] = {}
     if ChosenRows in map(type, modulators):
         indices = next(m.indices for m in modulators if type(m) is ChosenRows)
@@ -238,7 +238,9 @@ def norm_modulate(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if x.shape[0] == 1:
         x = _for_samples_of(x, *modulation[:1])
-    tables, index, operands = _operands(modulation)
+    tables, index, operands = modulation, _NO_INDEX, modulation
+    if not _TENSORS.issuperset(map(type, modulation)):
+        tables, index, operands = _operands(modulation)
     if norm is None or not alike(x, *norm[1], *operands):
         n = getattr(owner, name)(x.float() if upcasts is Upcasts.TO_NEXT_LINEAR else x)
         pairs = zip(modulation[::2], modulation[1::2])
@@ -297,7 +299,11 @@ def residual_norm(
         x, parts = _read_branch(call, residual, x, upcasts, **branch)
     if norm is not None and x.shape == residual.shape:
         kind, affine, eps = norm
-        (gate_table, *tables), index, modulators = _operands((gate, *modulation))
+        modulators: Any = (gate, *modulation)
+        if _TENSORS.issuperset(map(type, modulators)):  # ``_operands``, inlined
+            gate_table, tables, index = gate, modulation, _NO_INDEX
+        else:
+            (gate_table, *tables), index, modulators = _operands(modulators)
         operands = tables or (None, None)
         # One pass for all modulations, or for the first.
         is_joint = not weights and (kind, len(operands)) in _RESIDUAL_OPERATIONS
@@ -375,7 +381,7 @@ def _finished(
         branch
         or type(gate) in (tuple, ChosenRows)
         or x.x.dtype is not residual.dtype
-        or x.shape != residual.shape
+        or (*x.x.shape[:-1], x.weight.values.shape[0]) != residual.shape
         or not alike(residual, gate)
         or is_differentiated(residual, gate)
     ):
@@ -386,7 +392,10 @@ def _finished(
 def _residual(
     residual: Tensor, x: Tensor, gate: Modulator, upcasts: Upcasts, parts: dict[str, Any]
 ) -> Tensor:
-    (table,), index, operands = _operands((gate,))
+    table, index = gate, _NO_INDEX
+    operands: Any = (gate,)
+    if type(gate) not in _TENSORS:
+        (table,), index, operands = _operands(operands)
     if x.shape == residual.shape and (
         same_dtype_and_unit_stride(residual, x) and modulators_compatible(x, *operands)
         if upcasts

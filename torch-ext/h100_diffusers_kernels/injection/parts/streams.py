@@ -185,7 +185,7 @@ def start(
     """The streams of a block, one for each function in ``first_norms``. If there is one function for several
     tokens, their concat, (B, S1 + S2, D), is the stream. The previous block may have computed the first
     norms. ``addend``: added to the first stream before its norm."""
-    handed = take_over(call, block, (*tokens, *conditions))
+    handed = None if call.state is None else take_over(call, block, (*tokens, *conditions))
     if len(first_norms) < len(tokens):
         concat = concat_view if handed is not None else partial(concat_streams, call)
         tokens = (concat(*tokens),)
@@ -232,14 +232,20 @@ def end(
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        x = streams[0]._x
-        first = [stream._read(call, successor, x, *conditions) for stream in streams]
+        x, first, fusions = streams[0]._x, [], []
+        for stream in streams:  # a comprehension would be a function call before Python 3.12
+            first.append(stream._read(call, successor, x, *conditions))
         if None not in first:
-            fused, handed = zip(*[s._fused(each) for s, each in zip(streams, first)])
+            for stream, norm in zip(streams, first):
+                fusions.append(stream._fused(norm))
+            fused, handed = zip(*fusions)
             results = as_returned(fused)
             state.hand_over(successor, (*results, *conditions), handed)
     if results is None:
-        results = as_returned([stream.x for stream in streams])
+        sums = []
+        for stream in streams:
+            sums.append(stream.x)
+        results = as_returned(sums)
     return results[0] if len(results) == 1 else results
 
 

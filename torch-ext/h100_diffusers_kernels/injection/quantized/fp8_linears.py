@@ -11,6 +11,7 @@ computes its other formats: quantized weights alone, blocks of 128 elements, bou
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ... import functional
 from ...conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
 from ..core import checks
-from ..core.checks import KnownClass, find_class
+from ..core.checks import KnownClass
 from ..core.patch import Call, ExactSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, quantized_rows
 
@@ -30,7 +31,8 @@ LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _OF_DIFFUSERS = KnownClass(
     "diffusers.quantizers.bfl.utils:BFLFP8RLinear", "torch.nn.functional:linear"
 )
-FP8_TENSOR = "torchao.quantization:Float8Tensor"
+_TORCHAO, _TENSOR = "torchao.quantization", "Float8Tensor"
+FP8_TENSOR = f"{_TORCHAO}:{_TENSOR}"
 _FP8 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of the number of input features, and of addresses
@@ -56,13 +58,13 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
         if type(layer) is not _OF_DIFFUSERS.cls:
             return None
         values, scale = weight, layer._buffers.get("weight_scale")
-    elif cls is find_class(FP8_TENSOR):
+    elif cls is getattr(sys.modules.get(_TORCHAO), _TENSOR, None):
         values, scale = weight.qdata, weight.scale
     else:
         return None
     # What was checked before is known by a reference to the values, which offloading and users replace. A
     # weak one to the weight would forbid `module.to`.
-    is_traced = torch.compiler.is_compiling()
+    is_traced = torch.compiler.is_dynamo_compiling()
     stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
     checked = stand_in.cached if type(stand_in) is StandIn else None
     ids = id(weight), id(scale), id(bias)
@@ -158,16 +160,23 @@ def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     it. Otherwise None."""
     weights = {}
     for layer in layers:
-        found = None if layer is None else fp8_weight(layer)
+        if layer is None or has_plain_weight(layer):
+            return None
+        found = fp8_weight(layer)
         if found is None:
             return None
         weights[layer] = found
-    if not fp8_takes(x):
+    if type(x) is not QuantizedRows and not fp8_takes(x):
         return None
     for layer, found in weights.items():
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
     return weights if are_plain_linears(*layers) else None
+
+
+def has_plain_weight(layer: Any) -> bool:
+    """Whether a layer is PyTorch's with a plain weight, so that it is no FP8 layer."""
+    return type(layer) is nn.Linear and type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
 def are_fp8(*layers: Any) -> bool:
