@@ -2,20 +2,16 @@
 
 import json
 import math
-import sys
 
-from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import bench_activation
-import bench_gated_residual
-import bench_group_norm
-import bench_norm
-import bench_rope
-import bench_softmax
-import comparison
-import history
+from benchmarks.harness import comparison, history
+from benchmarks.operations import (
+    bench_activation,
+    bench_gated_residual,
+    bench_group_norm,
+    bench_norm,
+    bench_rope,
+    bench_softmax,
+)
 
 import render_docs
 

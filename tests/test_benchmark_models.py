@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 
 import diffusers
@@ -13,22 +12,18 @@ import torch._dynamo.testing
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.modular_pipelines.flux3 import before_denoise
 
-from conftest import CHECKOUT
+from benchmarks import models
+from benchmarks.harness import options
+from benchmarks.harness.distance import finite_distance
+from benchmarks.models import bench_models, sizes
+
 from graphs import graphs  # noqa: F401
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import bench_models
-import models
-import options
-import sizes
-from distance import finite_distance
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
 m = types.SimpleNamespace(**options.MODELS)  # the modules of models
 every_model = pytest.mark.parametrize(
-    "published", [pytest.param(p, id=p.__name__) for p in options.PUBLISHED]
+    "published", [pytest.param(p, id=models.key_of(p)) for p in options.PUBLISHED]
 )
 
 
@@ -101,7 +96,11 @@ def test_published_size(published):
 
 @pytest.mark.parametrize(
     "published",
-    [pytest.param(p, id=p.__name__) for p in options.PUBLISHED if hasattr(p, "PUBLISHED_BLOCKS")],
+    [
+        pytest.param(p, id=models.key_of(p))
+        for p in options.PUBLISHED
+        if hasattr(p, "PUBLISHED_BLOCKS")
+    ],
 )
 def test_a_model_with_all_of_its_blocks(published):
     """Repeated blocks are separate modules with shared weights, and the name has their number."""
@@ -234,7 +233,7 @@ def test_values_that_a_twin_moves_stay_in_the_model():
     assert all(p.eq(2).all() and p.dim() for p in model.parameters())
 
 
-@pytest.mark.parametrize("published", [m.ltx, m.flux, m.wan, m.qwenimage], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("published", [m.ltx, m.flux, m.wan, m.qwenimage], ids=models.key_of)
 def test_outlier_channels(published):
     """The inputs of the blocks' layers have them, except cross-attention's. The result is nearly the same."""
     model, largest = tiny(published), {}
@@ -285,7 +284,7 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
 
-@pytest.mark.parametrize("published", [m.ltx, m.wan], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("published", [m.ltx, m.wan], ids=models.key_of)
 def test_float32_model_is_near_and_exact(published):
     """It is close to the bfloat16 model, and has the float32 model's values."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -437,7 +436,9 @@ MADE_BY_THE_PIPELINE = {"hidden_states", "audio_hidden_states", "sample", "x"} |
 }
 
 
-@pytest.mark.parametrize("published", [pytest.param(p, id=p.__name__) for p in (m.ltx, *PIPELINES)])
+@pytest.mark.parametrize(
+    "published", [pytest.param(p, id=models.key_of(p)) for p in (m.ltx, *PIPELINES)]
+)
 def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     """Arguments of the first forward: names, shapes and dtypes, and values except latents and timesteps."""
     passed = {}

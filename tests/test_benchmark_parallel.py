@@ -11,19 +11,16 @@ import torch.distributed._functional_collectives as funcol
 from click.testing import CliRunner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.harness import timing
+from benchmarks.models import bench_parallel
+from benchmarks.models.bench_parallel import Link, Mode, Ranks
+from benchmarks.operations import bench_attention_lse
+
+import compare_results
 from benchmark_results import ENVIRONMENT, load, rows_of, store
 from conftest import CHECKOUT
 from processes import run
 from ranks import in_ranks
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import bench_attention_lse
-import bench_parallel
-import timing
-from bench_parallel import Link, Mode, Ranks
-
-import compare_results
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
@@ -51,7 +48,7 @@ def test_two_processes(kernel, tmp_path):
     """Outputs are those of one process, and a mode that fails in all ranks is recorded."""
     process = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("benchmarks/bench_parallel.py", "--device", "cpu", "--tiny"),
+        *("benchmarks/models/bench_parallel.py", "--device", "cpu", "--tiny"),
         *("--models", "wan,ltx_masked", "--blocks", "1", "--rounds", "2"),
         *("--output", tmp_path / "parallel.json"),
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -11,33 +11,25 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks import models
+from benchmarks.harness import comparison, history, kernel_times, record, timing
+from benchmarks.models import (
+    bench_accuracy,
+    bench_cuda_graphs,
+    bench_every_model,
+    bench_fp8_layers,
+    bench_host_forward,
+    bench_in_part,
+    bench_models,
+    flux,
+    ltx,
+)
+from benchmarks.operations import bench_attention, bench_energy, bench_fp8, bench_host
+from benchmarks.pipelines import bench_pipelines, bench_quality
+
 from benchmark_results import FAMILIES, load
 from conftest import CHECKOUT
 from inputs import TABLE
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import bench_accuracy
-import bench_attention
-import bench_cuda_graphs
-import bench_energy
-import bench_every_model
-import bench_fp8
-import bench_fp8_layers
-import bench_host
-import bench_host_forward
-import bench_in_part
-import bench_models
-import bench_pipelines
-import bench_quality
-import comparison
-import flux
-import history
-import kernel_times
-import ltx
-import models
-import record
-import timing
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
@@ -135,7 +127,7 @@ def test_models_in_fp8(result_of, device, monkeypatch, published, size, fp8_mode
         monkeypatch.setattr(flux, "inputs", functools.partial(flux.inputs, text_tokens=32))
     modes, weights = ("eager", *fp8_modes), ("peaked", models.OUTLIERS)
     arguments = ["--modes", ",".join(modes), "--weights", ",".join(weights), "--rounds", "1"]
-    arguments += ["--model", published.__name__, "--sizes", size]
+    arguments += ["--model", models.key_of(published), "--sizes", size]
     result = result_of(bench_models, *arguments, "--peak-memory")
     assert result["scores_std"] == dict.fromkeys(weights, 3.0)
     (entry,) = result["sizes"].values()
@@ -468,7 +460,7 @@ def test_only_the_whole_benchmark_is_kept(options, name, monkeypatch):
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
-def made_up(device, minute, command="python benchmarks/bench_norm.py", **entries):
+def made_up(device, minute, command="python benchmarks/operations/bench_norm.py", **entries):
     date = f"2026-11-22 04:{minute:02}:31 UTC"
     return {"environment": {"device": device, "date": date, "command": command}, **entries}
 
@@ -481,7 +473,9 @@ def test_a_result_replaces_the_cards_older_one(tmp_path):
     assert history.newest("norm", H100, tmp_path) == made_up(H100, 2)
     assert history.newest("norm", "NVIDIA B200", tmp_path) is None
     # Parts of a benchmark, and other models, stay.
-    some, others = ("python benchmarks/bench_models.py --model " + name for name in ("sd3", "all"))
+    some, others = (
+        "python benchmarks/models/bench_models.py --model " + name for name in ("sd3", "all")
+    )
     moved = some.replace("benchmarks/", "benchmarks/models/")
     for name, minute, command in (("sd3", 4, some), ("sd3", 5, others), ("wan", 6, others)):
         history.store(f"models/{name}", made_up(H100, minute, command), tmp_path)

@@ -1,10 +1,15 @@
 """The tables, figures and plots made of results: from made-up results whose rows are known."""
 
 import re
-import sys
 
 import pytest
 
+from benchmarks import models
+from benchmarks.harness import history, options, timing
+from benchmarks.pipelines import whole_pipelines
+
+import render_docs
+import render_plots
 from benchmark_results import (
     ENVIRONMENT,
     FAMILIES,
@@ -15,17 +20,6 @@ from benchmark_results import (
     store_operations,
 )
 from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import history
-import models
-import options
-import timing
-import whole_pipelines
-
-import render_docs
-import render_plots
 from documents import chosen
 from documents.common import TABLES
 from documents.operations import representative

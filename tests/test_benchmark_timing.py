@@ -1,7 +1,6 @@
 """Figures that the benchmarks compute from samples, and results that they refuse to time."""
 
 import itertools
-import sys
 import types
 from collections import Counter
 
@@ -10,25 +9,18 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import bench_activation
-import bench_attention
-import bench_block_timeline
-import bench_cuda_graphs
-import bench_gated_residual
-import bench_group_norm
-import bench_norm
-import bench_rope
-import comparison
-import kernel_times
-import ltx
-import models
-import peers
-import timing
-from comparison import Workload
+from benchmarks import models
+from benchmarks.harness import comparison, kernel_times, peers, timing
+from benchmarks.harness.comparison import Workload
+from benchmarks.models import bench_block_timeline, bench_cuda_graphs, ltx
+from benchmarks.operations import (
+    bench_activation,
+    bench_attention,
+    bench_gated_residual,
+    bench_group_norm,
+    bench_norm,
+    bench_rope,
+)
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")

@@ -1,16 +1,11 @@
 """compare_results.py on stored and made-up results, and compare_operations.py on small tensors."""
 
 import json
-import sys
 
 import pytest
 from click.testing import CliRunner
 
-from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import history
+from benchmarks.harness import history
 
 import compare_results
 

@@ -3,18 +3,15 @@
 import csv
 import io
 import json
-import sys
 from importlib import util
 
 import click
 import pytest
 
+from benchmarks.operations import profile_kernels as profiling
+
 from conftest import CHECKOUT
 from inputs import TABLE
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import profile_kernels as profiling
 
 CEILINGS = CHECKOUT / "benchmarks" / "ceilings"
 

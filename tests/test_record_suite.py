@@ -1,19 +1,16 @@
 """The record of a test run: its counts, its build and its table."""
 
 import shutil
-import sys
 
 import pytest
 from click.testing import CliRunner
+
+from benchmarks.harness import history
 
 import record_suite
 from benchmark_results import rows_of
 from builder.package import Package
 from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import history
 
 TESTS = """
 import pytest

@@ -3,26 +3,28 @@
 import itertools
 import json
 import math
-import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.harness import history
+from benchmarks.operations import (
+    attention_statistics,
+    bench_trained_attention,
+    fit_attention_inputs,
+)
+from benchmarks.operations.attention_statistics import (
+    lazy_rescales,
+    online_rescales,
+    row_statistics,
+    scores_of,
+)
+
 import attention_inputs
-from benchmark_results import ENVIRONMENT, store
-from conftest import CHECKOUT
-
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-
-import attention_statistics
-import bench_trained_attention
-import fit_attention_inputs
-import history
-from attention_statistics import lazy_rescales, online_rescales, row_statistics, scores_of
-
 import compare_results
 import render_plots
+from benchmark_results import ENVIRONMENT, store
 
 KEYS, HEAD_DIM = 448, 64
 FITTED = fit_attention_inputs.FITTED
@@ -149,4 +151,4 @@ def test_constants_are_those_of_the_result():
             [means[n] for n in FITTED], rel=0.03
         )
     text = fit_attention_inputs.FILE.read_text()
-    assert f"weights {shown['weights']}" in text, "run benchmarks/fit_attention_inputs.py --write"
+    assert f"weights {shown['weights']}" in text, "run benchmarks/operations/fit_attention_inputs.py --write"

@@ -27,8 +27,8 @@ import click
 from tabulate import tabulate
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-import history  # noqa: E402
+sys.path.insert(0, str(CHECKOUT))
+from benchmarks.harness import history  # noqa: E402
 
 Label = tuple[str, ...]  # the row, then the ratio's denominator
 
@@ -91,7 +91,7 @@ def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Rat
 
 
 def of_sizes(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """Figures of a model's modes, or of two builds of the package (benchmarks/compare_builds.py)."""
+    """Figures of a model's modes, or of two builds of the package (benchmarks/models/compare_builds.py)."""
     for size, entry in result["sizes"].items():
         for weights, of_weights in entry.get("weights", entry).items():
             name = f"{size} {weights}"

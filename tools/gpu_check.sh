@@ -69,32 +69,32 @@ step_operations() {
   local status=0 name
   for name in norm group_norm gated_residual rope activation softmax fp8 attention host; do
     echo "--- $name"
-    "$PYTHON" "benchmarks/bench_$name.py" || status=1
+    "$PYTHON" "benchmarks/operations/bench_$name.py" || status=1
   done
   return "$status"
 }
 
-step_profile() { "$PYTHON" benchmarks/profile_kernels.py; }
-step_accuracy() { "$PYTHON" benchmarks/bench_accuracy.py; }
+step_profile() { "$PYTHON" benchmarks/operations/profile_kernels.py; }
+step_accuracy() { "$PYTHON" benchmarks/models/bench_accuracy.py; }
 # Runs a benchmark of the chosen models.
 of_models() {
   local options
   read -ra options <<<"$MODEL_OPTIONS"
-  "$PYTHON" "benchmarks/bench_$1.py" --model "$MODELS" ${options[@]+"${options[@]}"}
+  "$PYTHON" "benchmarks/models/bench_$1.py" --model "$MODELS" ${options[@]+"${options[@]}"}
 }
 step_models() { of_models models; }
-step_block_timeline() { "$PYTHON" benchmarks/bench_block_timeline.py; }
-step_pipelines() { "$PYTHON" benchmarks/bench_pipelines.py; }
-step_quality() { "$PYTHON" benchmarks/bench_quality.py; }
-step_in_part() { "$PYTHON" benchmarks/bench_in_part.py; }
-step_every_model() { "$PYTHON" benchmarks/bench_every_model.py; }
-step_energy() { "$PYTHON" benchmarks/bench_energy.py; }
-step_host_forward() { "$PYTHON" benchmarks/bench_host_forward.py; }
+step_block_timeline() { "$PYTHON" benchmarks/models/bench_block_timeline.py; }
+step_pipelines() { "$PYTHON" benchmarks/pipelines/bench_pipelines.py; }
+step_quality() { "$PYTHON" benchmarks/pipelines/bench_quality.py; }
+step_in_part() { "$PYTHON" benchmarks/models/bench_in_part.py; }
+step_every_model() { "$PYTHON" benchmarks/models/bench_every_model.py; }
+step_energy() { "$PYTHON" benchmarks/operations/bench_energy.py; }
+step_host_forward() { "$PYTHON" benchmarks/models/bench_host_forward.py; }
 
 step_graphs() {
   local status=0
   of_models cuda_graphs || status=1
-  "$PYTHON" benchmarks/bench_cuda_graphs_memory.py || status=1
+  "$PYTHON" benchmarks/models/bench_cuda_graphs_memory.py || status=1
   return "$status"
 }
 
@@ -102,17 +102,17 @@ step_graphs() {
 step_fp8_models() {
   local status=0 modes=eager,injected,injected+fp8 graphs=injected+graphs,injected+graphs+fp8 name
   local precisions=injected+precision-fp8,injected+precision-fp8-fast
-  "$PYTHON" benchmarks/bench_models.py --model flux,flux2,qwenimage,wan \
+  "$PYTHON" benchmarks/models/bench_models.py --model flux,flux2,qwenimage,wan \
     --modes "$modes,$graphs,eager+fp8" --weights peaked,outliers --peak-memory || status=1
-  "$PYTHON" benchmarks/bench_models.py --model ltx --modes "$modes,$graphs,eager+fp8,$precisions" \
+  "$PYTHON" benchmarks/models/bench_models.py --model ltx --modes "$modes,$graphs,eager+fp8,$precisions" \
     --weights peaked,outliers --peak-memory || status=1
-  "$PYTHON" benchmarks/bench_models.py --model flux,qwenimage --calls 4 --modes "$modes,$graphs" \
+  "$PYTHON" benchmarks/models/bench_models.py --model flux,qwenimage --calls 4 --modes "$modes,$graphs" \
     --weights peaked --no-distance || status=1
-  "$PYTHON" benchmarks/bench_pipelines.py --pipelines flux,ltx --modes "$modes,$precisions" || status=1
-  "$PYTHON" benchmarks/bench_pipelines.py --pipelines wan,qwenimage \
+  "$PYTHON" benchmarks/pipelines/bench_pipelines.py --pipelines flux,ltx --modes "$modes,$precisions" || status=1
+  "$PYTHON" benchmarks/pipelines/bench_pipelines.py --pipelines wan,qwenimage \
     --modes "eager,injected,$precisions" || status=1
   for name in "ltx --sizes 161x512x768" "flux --sizes 1024x1024"; do
-    "$PYTHON" benchmarks/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
+    "$PYTHON" benchmarks/models/bench_models.py --model $name --modes "$modes,compiled-regional+fp8" \
       --weights peaked --no-distance || status=1
   done
   return "$status"
@@ -121,12 +121,12 @@ step_fp8_models() {
 # Modelled ranks on one GPU, then all GPUs if there are several.
 step_parallel() {
   local status=0 gpus
-  "$PYTHON" benchmarks/bench_attention_lse.py || status=1
-  "$PYTHON" benchmarks/bench_parallel.py --modelled || status=1
+  "$PYTHON" benchmarks/operations/bench_attention_lse.py || status=1
+  "$PYTHON" benchmarks/models/bench_parallel.py --modelled || status=1
   gpus=$(nvidia-smi --list-gpus | wc -l)
   if [ "$gpus" -gt 1 ]; then
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
-      benchmarks/bench_parallel.py || status=1
+      benchmarks/models/bench_parallel.py || status=1
   fi
   return "$status"
 }

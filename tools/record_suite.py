@@ -23,10 +23,9 @@ import click
 import torch
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(CHECKOUT / "benchmarks"))
-import history  # noqa: E402
-import models  # noqa: E402
-import record  # noqa: E402
+sys.path.insert(0, str(CHECKOUT))
+from benchmarks import models  # noqa: E402
+from benchmarks.harness import history, record  # noqa: E402
 
 from builder.package import Package, Revision  # noqa: E402
 

@@ -20,8 +20,8 @@ from documents import chosen
 from documents.common import card, size_name
 
 # Found where documents/__init__.py looks.
-import attention_statistics  # isort: skip
-import history  # isort: skip
+from benchmarks.operations import attention_statistics  # isort: skip
+from benchmarks.harness import history  # isort: skip
 
 INK = "#797979"  # of text, axes and grid: as far from white as from GitHub's #0d1117
 FAMILIES = {

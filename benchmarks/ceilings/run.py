@@ -18,10 +18,9 @@ from tabulate import tabulate
 
 FOLDER = Path(__file__).resolve().parent
 CHECKOUT = FOLDER.parents[1]
-sys.path[:0] = [str(FOLDER.parent), str(CHECKOUT / "tools")]
+sys.path.insert(0, str(CHECKOUT))
 
-import clocks  # noqa: E402
-import record  # noqa: E402
+from benchmarks.harness import clocks, record  # noqa: E402
 
 import kernel_resources  # noqa: E402
 from builder.package import Revision  # noqa: E402

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import history
-import models
+from benchmarks import models
+from benchmarks.harness import history
 
 FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax", "group_norm")
 # Models that injection replaces in full, and in part because it knows no family of them.

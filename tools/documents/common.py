@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
-import history
 from tabulate import tabulate
+
+from benchmarks.harness import history
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODE_NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import models
+from benchmarks import models
 
 from . import chosen
 from .common import (

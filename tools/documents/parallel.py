@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import history
+from benchmarks.harness import history
 
 from .common import (
     figure,

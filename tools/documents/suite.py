@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-import history
+from benchmarks.harness import history
 
 from .common import markdown, table
 

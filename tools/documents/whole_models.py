@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import models
+from benchmarks import models
 
 import accuracy
 

@@ -1,0 +1,197 @@
+"""Command-line options that the model benchmarks share, parsed to what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import click
+import torch
+
+from benchmarks import models
+from benchmarks.models import (
+    allegro,
+    auraflow,
+    chroma,
+    cogvideox,
+    cosmos,
+    flux,
+    flux2,
+    flux3,
+    hunyuan_video,
+    hunyuan_video15,
+    krea2,
+    ltx,
+    ltx2,
+    ltx2_distilled,
+    lumina2,
+    minimax_h3,
+    mochi,
+    qwenimage,
+    qwenimage21,
+    sd3,
+    sdxl,
+    sdxl_channels_last,
+    wan,
+    wan_small,
+    z_image,
+)
+
+PUBLISHED = (
+    *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
+    *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
+    *(chroma, lumina2, mochi),
+    *(cogvideox, sdxl, sdxl_channels_last),
+    *(qwenimage21, minimax_h3),
+)
+MODELS = {models.key_of(published): published for published in PUBLISHED}
+ALL = "all"
+
+
+class Sizes(click.ParamType):
+    """Comma-separated sizes of the model that --model names; of LTX-Video where there is no such option."""
+
+    name = "sizes"
+
+    def convert(self, value, param, ctx) -> list[Any]:
+        model = ctx.params.get("model", ltx) if ctx else ltx
+        if isinstance(model, list):
+            if len(model) > 1:
+                self.fail("sizes are of one model", param, ctx)
+            (model,) = model
+        try:
+            return [model.parse_size(part) for part in value.split(",")]
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Modes(click.ParamType):
+    """Comma-separated modes, in their order."""
+
+    name = "modes"
+
+    def __init__(self, known: Sequence[str]) -> None:
+        self.known = known
+
+    def convert(self, value, param, ctx) -> list[str]:
+        if isinstance(value, list):
+            return value
+        modes = value.split(",")
+        if unknown := [mode for mode in modes if mode not in self.known]:
+            self.fail(
+                f"mode must be one of {', '.join(self.known)}, got {unknown[0]!r}", param, ctx
+            )
+        return [mode for mode in self.known if mode in modes]
+
+
+class Models(click.ParamType):
+    """Comma-separated names of MODELS, or all of them, in their order."""
+
+    name = "models"
+
+    def convert(self, value, param, ctx) -> list[ModuleType]:
+        if isinstance(value, list):
+            return value
+        names = set(MODELS) if value == ALL else set(value.split(","))
+        if unknown := sorted(names - set(MODELS)):
+            known = ", ".join([*MODELS, ALL])
+            self.fail(f"model must be one of {known}, got {unknown[0]!r}", param, ctx)
+        return [published for name, published in MODELS.items() if name in names]
+
+
+class Named(click.ParamType):
+    """Comma-separated names of a table, as what the table has by them, in the given order."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        self.name = name
+        self.known = known
+
+    def convert(self, value, param, ctx) -> list[Any]:
+        if isinstance(value, list):
+            return value
+        names = value.split(",")
+        if unknown := sorted(set(names) - set(self.known)):
+            self.fail(f"must be of {', '.join(self.known)}, got {unknown[0]!r}", param, ctx)
+        return [self.known[name] for name in names]
+
+
+def _device(ctx, param, value: str | None) -> torch.device:
+    if value is None:
+        value = "cuda" if torch.cuda.is_available() else "cpu"
+    if value == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter("there is no CUDA GPU", ctx, param)
+    return torch.device(value)
+
+
+def _model(ctx, param, value: str) -> ModuleType:
+    return MODELS[value]
+
+
+def _dtype(ctx, param, value: str) -> torch.dtype:
+    return getattr(torch, value)
+
+
+def modes_option(default: Sequence[str], known: Sequence[str] = models.MODES):
+    return click.option(
+        "--modes",
+        type=Modes(known),
+        default=",".join(default),
+        show_default=True,
+        help=f"Comma-separated, of {', '.join(known)}.",
+    )
+
+
+def modes_on(device: torch.device, modes: Sequence[str]) -> list[str]:
+    """Those that there are on the device; a line says which ones are left out."""
+    try:
+        possible, sentence = models.possible_modes(modes, device)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if sentence is not None:
+        click.echo(sentence)
+    return possible
+
+
+MODEL = click.option(
+    "--model",
+    type=click.Choice(list(MODELS)),
+    default="ltx",
+    show_default=True,
+    is_eager=True,  # --sizes are this model's
+    callback=_model,
+)
+SEVERAL_MODELS = click.option(
+    "--model",
+    type=Models(),
+    default="ltx",
+    show_default=True,
+    is_eager=True,  # --sizes are this model's
+    help=f"Comma-separated, of {', '.join(MODELS)}; or {ALL}.",
+)
+SIZES = click.option(
+    "--sizes",
+    type=Sizes(),
+    help="Comma-separated FRAMESxHEIGHTxWIDTH, of images HEIGHTxWIDTH, if not the default.",
+)
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    callback=_device,
+    help="The GPU where there is one.",
+)
+DTYPE = click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    callback=_dtype,
+)
+PAUSE = click.option(
+    "--pause-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Rest of the GPU before each timed sample.",
+)
+TINY = click.option("--tiny", is_flag=True, help="A tiny model: to try the benchmark itself.")

@@ -1,0 +1,422 @@
+"""What the benchmarks of models share: the kernel package, random weights, and the modes compared.
+
+A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, BATCH
+and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
+the `transformer` (or what else denoises) and the `inputs` of a forward; SMALL are the arguments of `inputs`
+that bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies
+by 1000 in its own dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks.models import outliers
+
+KERNEL_ID = "org/h100-diffusers-kernels"
+CHECKOUT = Path(__file__).resolve().parents[2]
+NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
+REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
+FA3 = f"{REGIONAL}+fa3"  # the same with self-attention by FlashAttention-3
+REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA graphs
+GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
+# The blocks' linear layers quantized by torchao, with a scale for each row.
+TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
+GRAPHS_FP8 = f"{GRAPHS}+fp8"
+GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
+TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
+# The layers that inject_kernels(precision=...) quantizes.
+PRECISION_MODES = {f"injected+precision-{name}": name for name in ("fp8", "fp8-fast")}
+FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
+# Arguments of inject_kernels by mode, where they are not the defaults.
+INJECT_OPTIONS: dict[str, dict[str, Any]] = {
+    NO_ATTENTION: {"attention": False},
+    **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
+    # Twins keep the weights.
+    **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},
+}
+# The modes whose injection bench_models.py times, and its entry in the result.
+INJECTIONS = {
+    "injected": "injection",
+    INJECTED_FP8: "injection_fp8",
+    **{mode: f"injection_precision_{name}" for mode, name in PRECISION_MODES.items()},
+}
+# Parts of the names of linear layers in blocks that TORCHAO_MODES leave as they are: they modulate.
+NOT_QUANTIZED = ("norm", "mod", "adaln")
+MODES = (
+    *("eager", "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
+    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
+    *FP8_MODES,
+)
+NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, FA3, TORCHAO, TORCHAO_COMPILED)
+DEFAULT_MODES = ("eager", REGIONAL, "injected")
+# Standard deviation, or about that, of the scores of the image's own attention, in nats.
+WEIGHTS = {"random": 1.0, "peaked": 3.0}
+OUTLIERS = "outliers"  # peaked, and with outlier channels (outliers.py), for models that it knows
+ALL_WEIGHTS = {**WEIGHTS, OUTLIERS: WEIGHTS["peaked"]}
+QUERY_AND_KEY_NORMS = tuple(f"norm_{name}" for name in ("q", "k", "added_q", "added_k"))
+ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
+QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
+
+
+def load_kernel() -> tuple[ModuleType, float]:
+    """The kernel package through get_kernel, and the seconds that loading took.
+
+    This checkout's build unless LOCAL_KERNELS says otherwise.
+    """
+    from kernels import get_kernel
+
+    if (CHECKOUT / "build").is_dir():
+        os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL_ID}={CHECKOUT}")
+    begin = time.perf_counter()
+    kernel = get_kernel(KERNEL_ID, version=1, trust_remote_code=True)
+    return kernel, time.perf_counter() - begin
+
+
+def load_local_kernel(checkout: Path) -> ModuleType:
+    """The kernel package as built in a checkout; those of several may be loaded at a time."""
+    from kernels import get_local_kernel
+
+    try:
+        return get_local_kernel(checkout, trust_remote_code=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{checkout} holds no build for this machine") from None
+
+
+def randomize(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Unit-gain weights: what passes a layer keeps its scale, so no branch vanishes or blows up.
+
+    In the dtypes in which diffusers loads a model: what it keeps in float32 is so.
+    """
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    about_zero = {id(m.weight) for m in module.modules() if type(m).__name__ == ADDS_ONE}
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("weight") and weight.ndim > 1:
+                weight.normal_(std=weight[0].numel() ** -0.5)
+            elif name.endswith("weight"):
+                # Of a norm, where trained ones are not 1.
+                weight.normal_(mean=0.0 if id(weight) in about_zero else 1.0, std=0.1)
+            if not kept.intersection(name.split(".")):
+                weight.data = weight.data.to(dtype)
+        saved = module.state_dict(keep_vars=True)
+        for name, buffer in module.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+    return module.eval()
+
+
+def build(
+    cls: type, config: Mapping[str, object], device: torch.device, dtype: torch.dtype, seed: int
+) -> torch.nn.Module:
+    """A model of diffusers' with random weights, made on the device."""
+    torch.manual_seed(seed)
+    with device:
+        model = cls(**config)
+    return randomize(model.to(device), dtype)  # some tensors are made on the CPU
+
+
+def builder(
+    cls: type, config: Mapping[str, object], tiny_config: Mapping[str, object]
+) -> Callable[..., Any]:
+    """A published model's `transformer`, or another of its models: `build`, with the tiny configuration if
+    asked for."""
+
+    def build_published(
+        device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
+    ) -> Any:
+        return build(cls, tiny_config if tiny else config, device, dtype, seed)
+
+    return build_published
+
+
+def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[..., torch.Tensor]:
+    """What draws normal tensors of the shapes that it is given, in float32, and rounds them."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return draw
+
+
+def positions(device: torch.device, *lengths: int) -> torch.Tensor:
+    """Integer positions of tokens along these axes, the last one innermost: (product of lengths, axes)."""
+    return torch.cartesian_prod(*[torch.arange(length, device=device) for length in lengths])
+
+
+def key_of(published: ModuleType) -> str:
+    """A published model's name in options and results: its module's."""
+    return published.__name__.rpartition(".")[2]
+
+
+def name_of(published: ModuleType, is_tiny: bool) -> str:
+    return published.TINY_NAME if is_tiny else published.NAME
+
+
+def twin(model: torch.nn.Module) -> torch.nn.Module:
+    """Modules and parameters of its own over the same values, which are not copied. Buffers are the same.
+
+    inject_kernels(precision=...) moves the values of the parameters that it is given.
+    """
+    shared: dict[int, torch.Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        shared[id(parameter)] = torch.nn.Parameter(parameter, parameter.requires_grad)
+    return copy.deepcopy(model, shared)
+
+
+def twin_for(model: torch.nn.Module, mode: str) -> torch.nn.Module:
+    """A twin, with quantized linear layers in TORCHAO_MODES."""
+    instance = twin(model)
+    quantize_for(instance, mode)
+    return instance
+
+
+def complete(model: torch.nn.Module, published: ModuleType) -> str:
+    """Add blocks up to the published number, over the weights of those that it has.
+
+    Their modules are their own. The last block stays the last: it may be of another kind.
+
+    Returns:
+        The model's name.
+    """
+    counts = getattr(published, "PUBLISHED_BLOCKS", {})
+    for name, count in counts.items():
+        *blocks, last = model.get_submodule(name)
+        sources = blocks or [last]
+        more = [twin(sources[i % len(sources)]) for i in range(count - len(blocks) - 1)]
+        model.set_submodule(name, torch.nn.ModuleList([*blocks, *more, last]))
+    return published.NAME.partition(", ")[0] if counts else published.NAME
+
+
+@contextlib.contextmanager
+def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Have the model's random weights, and its twins', be those of ALL_WEIGHTS for a while, in place.
+
+    What sets the scores is the weights of query's and key's norms, of all attentions. Where there is no norm
+    it is those of the projections. Where a norm has no weight, a head whose query and key keep only one of
+    s² dimensions has scores s times as large: the norm makes these s times as large.
+    """
+    norms = list(_norms(model))
+    projections = list(_projections(model))
+    changed = [weight for weight, *_ in (*norms, *projections)]
+    random = [weight.detach().clone() for weight in changed]
+    std = ALL_WEIGHTS[name]
+    factor = std**0.5  # of the query's weights and of the key's
+    try:
+        with torch.no_grad():
+            for weight, added in norms:
+                weight.add_(added).mul_(factor).sub_(added)
+            for weight, heads, is_normed in projections:
+                if is_normed:
+                    by_head = weight.unflatten(0, (heads, -1))
+                    by_head[:, round(by_head.shape[1] / std**2) :] = 0
+                else:
+                    weight.mul_(factor)
+        with outliers.placed(model) if name == OUTLIERS else contextlib.nullcontext():
+            yield
+    finally:
+        with torch.no_grad():
+            for weight, before in zip(changed, random, strict=True):
+                weight.copy_(before)
+
+
+def _norms(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, float]]:
+    """Weights of query's and key's norms, each with what the norm adds to it."""
+    for name, norm in model.named_modules():
+        if name.endswith(QUERY_AND_KEY_NORMS) and getattr(norm, "weight", None) is not None:
+            yield norm.weight, 1.0 if type(norm).__name__ == ADDS_ONE else 0.0
+
+
+def _projections(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, int, bool]]:
+    """Weights and biases of what makes query and key, where their norms have no weight or are not there.
+
+    Each with the attention's number of heads, and whether there is a norm.
+    """
+    for attention in model.modules():
+        norm = getattr(attention, "norm_q", None)
+        is_one = hasattr(attention, "to_q") and hasattr(
+            attention, "heads"
+        )  # no pooling of the text
+        if is_one and getattr(norm, "weight", None) is None:
+            for name in QUERY_AND_KEY_PROJECTIONS:
+                linear = getattr(attention, name, None)
+                for weight in linear.parameters() if linear is not None else ():
+                    yield weight, attention.heads, norm is not None
+
+
+def float32_output(
+    model: torch.nn.Module,
+    arguments: Mapping[str, object],
+    thousandfold: Collection[str] = (),
+) -> torch.Tensor:
+    """What the model and the arguments give in float32, by a copy of all weights.
+
+    The arguments named by `thousandfold` are a thousandth of what the model makes of them in its own dtype.
+    """
+    dtype = next(model.parameters()).dtype
+    given = dict(arguments)
+    for name in thousandfold:
+        given[name] = (given[name].to(dtype) * 1000).float() / 1000
+    wide = copy.deepcopy(model).float()
+    return output_of(wide(**upcast(given)))
+
+
+def output_of(result: Sequence[Any]) -> torch.Tensor:
+    """What a forward denoised: the first result, and the first one of a list of images."""
+    first = result[0]
+    return first[0] if isinstance(first, list) else first
+
+
+def upcast(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments, what is a tensor of floats in float32, also within a dict or a list of them."""
+
+    def wide(value: object) -> object:
+        if isinstance(value, dict):
+            return upcast(value)
+        if isinstance(value, list):
+            return [wide(one) for one in value]
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.float() if is_float else value
+
+    return {name: wide(value) for name, value in arguments.items()}
+
+
+def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> Any:
+    """As a mode that begins with "injected" asks for; its report."""
+    return kernel.inject_kernels(pipe_or_model, **INJECT_OPTIONS.get(mode, {}))
+
+
+def compile_whole(model: torch.nn.Module, **options: object) -> None:
+    """torch.compile in place: one graph, static shapes, the default mode if none is given."""
+    model.compile(fullgraph=True, dynamic=False, **options)
+
+
+def block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """The model's stacks of blocks, in the order in which they are called."""
+    return [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+
+
+def compile_blocks(model: torch.nn.Module, **options: object) -> None:
+    """torch.compile of each block in place: of those that diffusers says are repeated, where it names any."""
+    options = {"fullgraph": True, "dynamic": False, **options}
+    if getattr(model, "_repeated_blocks", None):
+        model.compile_repeated_blocks(**options)
+        return
+    for blocks in block_lists(model):
+        for block in blocks:
+            block.compile(**options)
+
+
+def compile_as(model: torch.nn.Module, mode: str) -> bool:
+    """As the mode asks for; whether it does."""
+    if mode == FA3:
+        from benchmarks.models import fa3  # it imports diffusers
+
+        fa3.use(model)
+    if REGIONAL in mode:
+        compile_blocks(model)
+    elif mode == REDUCE_OVERHEAD:
+        compile_whole(model, mode="reduce-overhead")
+    elif mode.endswith("compiled"):
+        compile_whole(model)
+    else:
+        return False
+    return True
+
+
+def fp8_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the linear layers that TORCHAO_MODES quantize: all in blocks, except those that modulate."""
+    return [
+        f"{stack}.{name}"
+        for stack, blocks in model.named_children()
+        if isinstance(blocks, torch.nn.ModuleList)
+        for name, module in blocks.named_modules()
+        if type(module) is torch.nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+    ]
+
+
+def quantize(model: torch.nn.Module, names: Collection[str] | None = None) -> None:
+    """Quantizes linear layers by torchao with a scale per row: those of `names`, or of `fp8_layers`. The
+    weights of models that share them stay.
+
+    It changes Inductor's configuration: later compilations take minutes. torchao itself quantizes on GPUs
+    only; on a CPU its weights are made one by one.
+    """
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Float8Tensor,
+        PerRow,
+        quantize_,
+    )
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
+        QuantizeTensorToFloat8Kwargs,
+    )
+
+    chosen = set(fp8_layers(model) if names is None else names)
+    if next(model.parameters()).is_cuda:
+        config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        quantize_(model, config, filter_fn=lambda _, name: name in chosen)
+        return
+    of_input = QuantizeTensorToFloat8Kwargs(granularity=PerRow())
+    for layer in map(model.get_submodule, chosen):
+        weight = Float8Tensor.from_hp(
+            layer.weight.detach(), granularity=PerRow(), act_quant_kwargs=of_input
+        )
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def quantize_for(model: torch.nn.Module, mode: str) -> None:
+    """As TORCHAO_MODES ask for; the others leave the model as it is."""
+    if mode in TORCHAO_MODES:
+        quantize(model)
+
+
+def quantize_again(quantized: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Have a twin's quantized layers be made of the model's weights as they are now, in place."""
+    layers = {
+        name: module.weight
+        for name, module in quantized.named_modules()
+        if hasattr(getattr(module, "weight", None), "qdata")
+    }
+    fresh = twin(model)
+    quantize(fresh, layers)
+    for name, old in layers.items():
+        new = fresh.get_submodule(name).weight
+        old.qdata.copy_(new.qdata)
+        old.scale.copy_(new.scale)
+
+
+def free(device: torch.device) -> None:
+    """Return the memory of a model that is no longer there, and of what was compiled of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def possible_modes(modes: Sequence[str], device: torch.device) -> tuple[list[str], str | None]:
+    """Those that there are on the device, and a sentence of those that are left out, if any.
+
+    ValueError, in that sentence, where none is left.
+    """
+    if device.type == "cuda":
+        return list(modes), None
+    left_out = [mode for mode in modes if mode in NEED_GPU]
+    if not left_out:
+        return list(modes), None
+    sentence = f"Not measured on a CPU: {', '.join(left_out)}."
+    possible = [mode for mode in modes if mode not in left_out]
+    if not possible:
+        raise ValueError(sentence)
+    return possible, sentence

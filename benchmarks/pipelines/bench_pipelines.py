@@ -1,0 +1,247 @@
+"""Whole pipelines at the card's power limit: denoising loop and decoder, without the text encoder.
+
+All blocks of the published models, random weights with scores as peaked as in trained models, made-up prompt
+embeddings. All modes share one set of weights and take turns. Each call is a picture or a video of the number
+of steps that whole_pipelines.py gives, long enough to bring the GPU to its power limit. Recorded for each
+mode: seconds, decoder apart; energy, clock and power; memory. Writes to benchmarks/results/pipelines:
+
+    python benchmarks/pipelines/bench_pipelines.py
+    python benchmarks/pipelines/bench_pipelines.py --pipelines flux,ltx --rounds 3
+    python benchmarks/pipelines/bench_pipelines.py --pipelines ltx --steps 50 --modes injected,injected+fp8
+    python benchmarks/pipelines/bench_pipelines.py --device cpu --tiny --output /tmp/pipelines.json
+
+compiled-regional+fa3 needs the wheel fa3-fwd. Results of several runs are shown together.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import click
+import torch
+from tabulate import tabulate
+
+from benchmarks import models
+from benchmarks.harness import clocks, cuda_graphs, record, timing
+from benchmarks.harness.distance import psnr
+from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named, modes_on, modes_option
+from benchmarks.pipelines.whole_pipelines import PIPELINES, Pipeline
+
+WEIGHTS = "peaked"
+DEFAULT_MODES = ("eager", models.REGIONAL, models.FA3, "injected", models.GRAPHS)
+BASELINES = ("eager", models.REGIONAL, models.FA3)
+WARM_UP_STEPS = 2  # with CUDA graphs the second one captures
+
+
+class Decoder:
+    """Stands in for the decode method of a pipeline's autoencoder, and times it on the GPU."""
+
+    def __init__(self, vae: Any, device: torch.device) -> None:
+        self._decode, self._device = vae.decode, device
+        self._calls: list[Callable[[], float]] = []
+        vae.decode = self
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self._device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = self._decode(*args, **kwargs)
+            end.record()
+            self._calls.append(lambda: start.elapsed_time(end) / 1e3)
+            return result
+        begin = time.perf_counter()
+        result = self._decode(*args, **kwargs)
+        seconds = time.perf_counter() - begin
+        self._calls.append(lambda: seconds)
+        return result
+
+    def take_seconds(self) -> float:
+        """The time of all calls since the last `take_seconds`. The GPU must be idle."""
+        seconds = sum(call() for call in self._calls)
+        self._calls.clear()
+        return seconds
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Memory that PyTorch holds, without what it could give back."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
+
+
+def set_up(
+    pipeline: Pipeline, pipe: Any, kernel: ModuleType | None, mode: str, tiny: bool
+) -> tuple[Callable[..., torch.Tensor], Any, Any]:
+    """The call of a pipeline in this mode, its autoencoder, and the report of the injection."""
+    twin = pipeline.twin(pipe)
+    models.quantize_for(pipeline.denoiser(twin), mode)
+    report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
+    models.compile_as(pipeline.denoiser(twin), mode)
+    return pipeline.call(twin, tiny), twin.vae, report
+
+
+def timed_call(
+    call: Callable[..., torch.Tensor], decoder: Decoder, device: torch.device
+) -> dict[str, Any]:
+    """One picture or video: seconds, the decoder's, clock, power and energy, and the most memory."""
+    timing.synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with clocks.watch(device) as clock:
+        begin = time.perf_counter()
+        picture = call()
+        timing.synchronize(device)
+        seconds = time.perf_counter() - begin
+    if not torch.isfinite(picture).all():
+        raise RuntimeError("the result has non-finite values")
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {
+        "picture": picture.cpu(),
+        "seconds": seconds,
+        "decoder_s": decoder.take_seconds(),
+        "peak_bytes": peak,
+        **clock,
+    }
+
+
+def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the calls of one mode."""
+    entry: dict[str, Any] = {"seconds": timing.summarize([s["seconds"] for s in samples])}
+    for key in samples[0].keys() - {"picture", "seconds"}:
+        values = [s[key] for s in samples if s.get(key) is not None]
+        entry[key] = statistics.median(values) if values else None
+    return entry
+
+
+def measure(
+    pipeline: Pipeline,
+    kernel: ModuleType | None,
+    modes: list[str],
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    tiny: bool,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """All modes of one pipeline, with its own number of steps if none is given."""
+    pipe = pipeline.build(device, dtype, tiny)
+    steps = pipeline.steps if steps is None and not tiny else steps
+    with models.weights(pipeline.denoiser(pipe), WEIGHTS):
+        calls, results, reports = {}, {}, {}
+        for mode in modes:
+            before = reserved_bytes(device)
+            begin = time.perf_counter()
+            try:
+                call, vae, reports[mode] = set_up(pipeline, pipe, kernel, mode, tiny)
+                call(WARM_UP_STEPS)
+            except Exception as error:
+                if mode != models.FA3:
+                    raise
+                reason = str(error).strip().splitlines()[-1]
+                click.echo(f"{pipeline.title} {mode}: not measured: {reason}")
+                continue
+            timing.synchronize(device)
+            first = time.perf_counter() - begin
+            click.echo(f"{pipeline.title} {mode}: {WARM_UP_STEPS} steps with set-up {first:.2f} s")
+            held = reserved_bytes(device) - before
+            results[mode] = {"first_steps_s": first, "held_bytes": held}
+            whole = functools.partial(call, steps)
+            calls[mode] = functools.partial(timed_call, whole, Decoder(vae, device))
+        samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
+    for mode, result in results.items():
+        result.update(summary(samples[mode]))
+        if mode in models.GRAPHS_MODES:
+            result["graphs"] = cuda_graphs.counts(reports[mode])
+        if "eager" in samples and mode != "eager":
+            distance = psnr(samples[mode][-1]["picture"], samples["eager"][-1]["picture"])
+            result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
+    medians = {mode: result["seconds"]["median"] for mode, result in results.items()}
+    return {
+        "name": next(name for name, known in PIPELINES.items() if known is pipeline),
+        "title": pipeline.title,
+        "size": "x".join(str(side) for side in _sides(pipeline)),
+        "steps": steps,
+        "published_steps": pipeline.published_steps,
+        "weights": WEIGHTS,
+        "rounds": rounds,
+        "parameters": sum(p.numel() for p in pipeline.denoiser(pipe).parameters()),
+        "modes": results,
+        "speedups": timing.speedups(medians),
+    }
+
+
+def _sides(pipeline: Pipeline) -> list[int]:
+    """Frames if any, height and width."""
+    _, height, width, *frames = pipeline.model.size
+    return [*frames, height, width]
+
+
+def show(entry: dict[str, Any]) -> None:
+    rows = []
+    for mode, result in entry["modes"].items():
+        over = entry["speedups"][mode]
+        row = [mode, result["seconds"]["median"], 100 * result["seconds"]["spread"]]
+        row += [result["decoder_s"], *(over.get(other) for other in BASELINES)]
+        row += [result.get(key) for key in ("joules", "watts", "sm_mhz", "power_cap")]
+        peak = result["peak_bytes"]
+        row += [peak and peak / 2**30, result["held_bytes"] / 2**30]
+        rows.append([*row, result.get("psnr_to_eager_db")])
+    headers = ["mode", "seconds", "spread %", "decoder s", *(f"x {other}" for other in BASELINES)]
+    headers += ["joules", "watts", "MHz", "at limit", "peak GiB", "held GiB", "PSNR"]
+    click.echo(f"\n{entry['title']}, {entry['size']}, {entry['steps']} steps")
+    click.echo(tabulate(rows, headers, floatfmt=".3f"))
+
+
+@click.command()
+@click.option(
+    "--pipelines",
+    type=Named("pipelines", PIPELINES),
+    default=",".join(PIPELINES),
+    show_default=True,
+)
+@modes_option(DEFAULT_MODES)
+@DEVICE
+@DTYPE
+@TINY
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="In place of each pipeline's own number.")
+@record.output_option("pipelines")
+@torch.no_grad()
+def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
+    """Time whole pipelines, without the text encoder, in each mode."""
+    modes = modes_on(device, modes)
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, _ = models.load_kernel() if injected else (None, None)
+    result: dict[str, Any] = {
+        "environment": record.environment(device),
+        "dtype": record.dtype_name(dtype),
+        "pipelines": [],
+    }
+    name, neutral = "pipelines", ("pipelines",)
+    if not set(models.FP8_MODES).isdisjoint(modes):
+        name, neutral = "fp8_pipelines", ("pipelines", "modes", "steps")
+    output = record.destination(output, name, neutral)
+    for pipeline in pipelines:
+        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
+        result["pipelines"].append(entry)
+        if output is not None:
+            record.write(output, result)
+        show(entry)
+        models.free(device)
+    if output is not None:
+        click.echo(f"\nWrote {output}")
+
+
+if __name__ == "__main__":
+    main()
