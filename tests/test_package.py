@@ -92,10 +92,7 @@ def test_python_source_is_for_3_9_and_imports_only_torch(path):
 
 def test_public_names(kernel):
     operations = {
-        name
-        for name, value in vars(kernel.functional).items()
-        if isinstance(value, FunctionType) and value.__module__ == kernel.functional.__name__
-        if not name.startswith("_")
+        name for name, value in vars(kernel.operations).items() if isinstance(value, FunctionType)
     }
     names = sorted(operations | OTHER_NAMES)
     assert literal_all() == kernel.__all__ == names

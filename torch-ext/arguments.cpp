@@ -328,7 +328,7 @@ OwnedTensor ArgumentChecker::empty_strided(const Sizes& shape, const int64_t* st
   AtenTensorHandle handle = nullptr;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
                                               dtype, x_.device().type, x_.device().index, &handle);
-  // Torch's own error is lost at its C interface. operators.py recognizes this text and repeats the
+  // Torch's own error is lost at its C interface. calls.py recognizes this text and repeats the
   // allocation in Python, which raises it.
   if (error != TORCH_SUCCESS)
     throw std::runtime_error(std::string(operation_) + ": cannot allocate " + std::to_string(elements) +

@@ -1,7 +1,14 @@
 """Fused kernels that make diffusion transformers fast on Hopper GPUs."""
 
 from . import layers
-from .functional import (
+from .injection import (
+    InjectionReport,
+    context_parallel_plan,
+    eject_kernels,
+    inject_kernels,
+    register_attention_backend,
+)
+from .operations import (
     CoordinateRope,
     attention,
     channel_rms_norm,
@@ -37,13 +44,6 @@ from .functional import (
     softmax,
     swiglu,
     swiglu_fp8,
-)
-from .injection import (
-    InjectionReport,
-    context_parallel_plan,
-    eject_kernels,
-    inject_kernels,
-    register_attention_backend,
 )
 
 __all__ = [

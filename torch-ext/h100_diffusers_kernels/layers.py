@@ -20,8 +20,8 @@ from typing import Callable, Optional
 
 from torch import Tensor, nn
 
-from . import functional
-from .conditions import is_plain, kernels_take
+from . import operations
+from .operations.conditions import is_plain, kernels_take
 
 __all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
 
@@ -58,8 +58,7 @@ class RMSNorm(nn.Module):
     weight: Optional[Tensor]
     eps: Optional[float]
 
-    can_torch_compile = True
-    has_backward = True
+    can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight
@@ -73,7 +72,7 @@ class RMSNorm(nn.Module):
             or not _kernels_normalize(hidden_states, weight, bias)
         ):
             return type(self).forward(self, hidden_states)
-        out = functional.rms_norm(hidden_states, weight, self.eps)
+        out = operations.rms_norm(hidden_states, weight, self.eps)
         return out if bias is None else out + bias
 
 
@@ -89,8 +88,7 @@ class LayerNorm(nn.Module):
     bias: Optional[Tensor]
     eps: float
 
-    can_torch_compile = True
-    has_backward = True
+    can_torch_compile = has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
         if (
@@ -99,7 +97,7 @@ class LayerNorm(nn.Module):
             or not _kernels_normalize(input, self.weight, self.bias)
         ):
             return type(self).forward(self, input)
-        return functional.layer_norm(input, self.weight, self.bias, self.eps)
+        return operations.layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class GELU(nn.Module):
@@ -112,8 +110,7 @@ class GELU(nn.Module):
     approximate: str
     gelu: Callable[[Tensor], Tensor]
 
-    can_torch_compile = True
-    has_backward = True
+    can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _is_designated(type(self)):
@@ -121,7 +118,7 @@ class GELU(nn.Module):
         hidden_states = self.proj(hidden_states)
         if not kernels_take(hidden_states):
             return self.gelu(hidden_states)
-        return functional.gelu(hidden_states, self.approximate)
+        return operations.gelu(hidden_states, self.approximate)
 
 
 class GEGLU(nn.Module):
@@ -133,8 +130,7 @@ class GEGLU(nn.Module):
     proj: nn.Module
     gelu: Callable[[Tensor], Tensor]
 
-    can_torch_compile = True
-    has_backward = True
+    can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if args or kwargs or not _is_designated(type(self)):
@@ -144,7 +140,7 @@ class GEGLU(nn.Module):
         if not kernels_take(hidden_states):
             hidden_states, gate = hidden_states.chunk(2, dim=-1)
             return hidden_states * self.gelu(gate)
-        return functional.geglu(hidden_states)
+        return operations.geglu(hidden_states)
 
 
 class SwiGLU(nn.Module):
@@ -156,8 +152,7 @@ class SwiGLU(nn.Module):
     proj: nn.Module
     activation: nn.Module
 
-    can_torch_compile = True
-    has_backward = True
+    can_torch_compile = has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _is_designated(type(self)):
@@ -166,4 +161,4 @@ class SwiGLU(nn.Module):
         if not kernels_take(hidden_states):
             hidden_states, gate = hidden_states.chunk(2, dim=-1)
             return hidden_states * self.activation(gate)
-        return functional.swiglu(hidden_states)
+        return operations.swiglu(hidden_states)

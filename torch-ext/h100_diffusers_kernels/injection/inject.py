@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..conditions import an
+from ..operations.conditions import an
 from .attention.backend import why_not_own_in_parallel
 from .attention.processors import attention_spec
 from .core.checks import (

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional
-from ...conditions import attention_takes, is_differentiated, kernels_run_on
-from ...conditions import is_plain as is_plain_tensor
+from ... import operations
+from ...operations.conditions import attention_takes, is_differentiated, kernels_run_on
+from ...operations.conditions import is_plain as is_plain_tensor
 from ..core.checks import KnownFunction, class_name
 from ..parallel.exchange import attend_in_parallel, config_of
 
@@ -197,7 +197,7 @@ def dispatched(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if kernels_run_on(q) and attention_takes(q, k, v):
-            return functional.attention(q, k, v, scale=scale, key_bias=bias, out=out)
+            return operations.attention(q, k, v, scale=scale, key_bias=bias, out=out)
         _log("its tensors need PyTorch's attention")
         return sdpa_with_bias(q, k, v, bias, out, scale)
 
@@ -207,7 +207,7 @@ def dispatched(
         if reason is not None:
             raise ValueError(f"attention of {BACKEND_NAME!r} has no return_lse: {reason}")
         how: Any = {"scale": scale, "key_bias": bias, "return_lse": True}
-        return functional.attention(query, key, value, **how)
+        return operations.attention(query, key, value, **how)
     if reason is None:
         return attention(query, key, value, bias, None)
     _log(reason)

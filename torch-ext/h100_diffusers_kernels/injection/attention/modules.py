@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     ATTENTION_HEAD_DIMS,
     PLAIN_TYPES,
     an,
@@ -287,7 +287,7 @@ def attend(
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
                 if gate is addend is is_unbiased is None:
-                    return functional.attention(query, key, value, **how)
+                    return operations.attention(query, key, value, **how)
                 if (
                     is_unbiased is None
                     and same_dtype_and_unit_stride(query, addend)
@@ -295,11 +295,11 @@ def attend(
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
-                    return functional.attention(query, key, value, gate=gate, addend=addend, **how)
-                result = functional.attention(query, key, value, **how)
+                    return operations.attention(query, key, value, gate=gate, addend=addend, **how)
+                result = operations.attention(query, key, value, **how)
                 if is_unbiased is not None:
                     first = result[:, : is_unbiased.shape[1]]
-                    unbiased = functional.attention(
+                    unbiased = operations.attention(
                         query[:, : first.shape[1]], key, value, heads=heads
                     )
                     first.copy_(torch.where(is_unbiased, unbiased, first))
@@ -372,7 +372,7 @@ def _attend_in_parallel(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if may_use_kernel and attention_takes(q, k, v):
-            return functional.attention(q, k, v, key_bias=bias, out=out)
+            return operations.attention(q, k, v, key_bias=bias, out=out)
         if may_use_kernel:
             _count_own(call, q, k, v)
         return sdpa_with_bias(q, k, v, bias, out)
@@ -560,7 +560,7 @@ def norm_and_rotate(
                 ):
                     size = query.shape[2]
                     how["out"] = tuple(wire_empty(config, query, size, heads) for _ in range(2))
-                q, k = functional.qk_norm_rope(query, key, **how)
+                q, k = operations.qk_norm_rope(query, key, **how)
                 return q, k
     dtype = query.dtype
     if per_head:
@@ -571,7 +571,7 @@ def norm_and_rotate(
     query, key = apply_norm(call, module, names[0], query), apply_norm(call, module, names[1], key)
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
-        query, key = functional.qk_norm_rope(query, key, norm="none", **how)
+        query, key = operations.qk_norm_rope(query, key, norm="none", **how)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
     if upcasts is Upcasts.TO_NEXT_LINEAR:
@@ -600,10 +600,10 @@ def norm_and_rotate_part(
             and options["norm"] != "none"  # otherwise a layer's own result would be written
             and not is_differentiated(query, key, *operand, *options.values())
         ):
-            query, key = functional.qk_norm_rope(query, key, heads=heads, **options)
+            query, key = operations.qk_norm_rope(query, key, heads=heads, **options)
             q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
             how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
-            functional.qk_norm_rope(q, k, rope=operand, **how)
+            operations.qk_norm_rope(q, k, rope=operand, **how)
             return query, key
     return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, "half")
 
@@ -747,7 +747,7 @@ def _joint_query_key_value(
             else:
                 later.append((v[0], v[1], out[2]))
             v, out = None, out[:2]
-        functional.qk_norm_rope(
+        operations.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
         )
     if not later:

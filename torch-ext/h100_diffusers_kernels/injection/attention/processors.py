@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     ATTENTION_DTYPES,
     ATTENTION_HEAD_DIMS,
     attention_takes,
@@ -181,7 +181,7 @@ def _attention(
         return None
     if current is not None:
         current._ran = True
-    return functional.attention(query, key, value, scale=scale, key_bias=key_bias)
+    return operations.attention(query, key, value, scale=scale, key_bias=key_bias)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
             and width == key.shape[2] == value.shape[2]
         )
     if is_taken:
-        out = functional.attention(query, key, value, heads=heads)
+        out = operations.attention(query, key, value, heads=heads)
     else:
         out = attend(call, module, query, key, value, None, heads=heads)
         call.is_counted = False

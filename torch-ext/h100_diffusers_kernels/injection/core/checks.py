@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ...conditions import an
+from ...operations.conditions import an
 
 _modules = torch.nn.modules.module
 GLOBAL_HOOKS = (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...conditions import tracks_derivatives
+from ...operations.conditions import tracks_derivatives
 from .patch import Call, PatchSpec, bare_stand_in
 
 

@@ -21,7 +21,7 @@ from typing import Any, Callable, ClassVar, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from ...conditions import why_not_taken
+from ...operations.conditions import why_not_taken
 from .checks import (
     CALL_IMPL,
     GLOBAL_HOOKS,

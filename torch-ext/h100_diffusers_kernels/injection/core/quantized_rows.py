@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional
+from ... import operations
 
 FP8_BLOCK = 128  # elements of a row that have a scale of their own, unless the row has one
 _LONGEST_ROW = 18432  # that a kernel reads once for one scale
@@ -48,7 +48,7 @@ def quantized_rows(x: Any) -> QuantizedRows:
     if type(x) is QuantizedRows:
         return x
     block_size = None if x.shape[-1] <= _LONGEST_ROW else FP8_BLOCK
-    return QuantizedRows(*functional.quantize_fp8(x, block_size=block_size), x.dtype, {})
+    return QuantizedRows(*operations.quantize_fp8(x, block_size=block_size), x.dtype, {})
 
 
 def as_tensor(x: Any) -> Any:

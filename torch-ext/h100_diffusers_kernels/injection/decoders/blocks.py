@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...conditions import an
+from ...operations.conditions import an
 from ..core.checks import KnownClass, class_name, is_plain, why_not_plain
 from ..core.patch import Call, ExactSpec, Injection
 from ..parts.linears import why_not_silu

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...conditions import kernels_run_on, tracks_derivatives, why_not_taken
+from ...operations.conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from ..core.patch import Call, ExactSpec
 from ..parts.norm_modules import PYTORCH_KEEPS_FORMAT
 from .blocks import HUNYUAN, HUNYUAN15, QWEN, QWEN21, REFINER, WAN, Proxy

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import is_differentiated, kernels_take
+from ...operations.conditions import is_differentiated, kernels_take
 from ..attention.modules import (
     flux_attention_spec,
     forward_with_tables,

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import (
     ROTATED_ATTENTION,
     AttentionSpec,

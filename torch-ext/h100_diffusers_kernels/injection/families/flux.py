@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import flux_attention_spec
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import functional
-from ...conditions import is_differentiated, kernels_take, may_write
+from ... import operations
+from ...operations.conditions import is_differentiated, kernels_take, may_write
 from ..attention.modules import (
     AttentionSpec,
     attend,
@@ -168,7 +168,7 @@ def _parallel_attention_forward(
         columns = fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
         if columns is not None:
             out = attend(call, self, *operands, heads=heads)
-            functional.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
+            operations.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
             product = linear_of_concat(call, to_out, out, columns)
             return product if is_branch else computed(product)
         size = heads * self.head_dim
@@ -177,7 +177,7 @@ def _parallel_attention_forward(
         out = attend(call, self, *operands, heads=heads, out=place)
         if out is not place:
             place.copy_(out)
-        functional.swiglu(mlp, activated="first", out=both[..., size:])
+        operations.swiglu(mlp, activated="first", out=both[..., size:])
     else:
         out = attend(call, self, *operands, heads=heads)
         both = torch.cat([out, activation(mlp)], dim=-1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import (
     attend,
     flux_attention_spec,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, query_key_value
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call, PatchSpec

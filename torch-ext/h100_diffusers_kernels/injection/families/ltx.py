@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import kernels_run_on, kernels_take, tracks_derivatives
-from ...functional import CoordinateRope
+from ...operations import CoordinateRope
+from ...operations.conditions import kernels_run_on, kernels_take, tracks_derivatives
 from ..attention.modules import (
     AttentionSpec,
     attend,

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import (
     AttentionSpec,
     attend,

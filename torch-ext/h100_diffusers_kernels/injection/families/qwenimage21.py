@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
 from ..core.checks import why_replaced
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend_jointly, attend_to_all, project, project_out
 from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
 from ..core.patch import Call

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     is_differentiated,
     kernels_take,
     same_dtype_and_unit_stride,
     tracks_derivatives,
 )
-from ...conditions import is_plain as is_plain_tensor
+from ...operations.conditions import is_plain as is_plain_tensor
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
 from ..core.checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
 from ..core.forward_state import (
@@ -251,7 +251,7 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
             ):
                 stand_in.count.on_kernels += 1
                 product = torch.nn.functional.linear
-                return product(functional.geglu(product(x, *layers[0])), *layers[1])
+                return product(operations.geglu(product(x, *layers[0])), *layers[1])
     return feed_forward(module, x)
 
 

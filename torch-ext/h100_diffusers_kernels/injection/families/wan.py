@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import kernels_take
+from ...operations.conditions import kernels_take
 from ..attention.modules import (
     AttentionSpec,
     attend,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...conditions import KERNEL_DEVICE_TYPE, tracks_derivatives
+from ...operations.conditions import KERNEL_DEVICE_TYPE, tracks_derivatives
 from ..core.cache import is_capturing
 from ..core.checks import why_intercepted
 from ..core.patch import Injection, PatchSpec, StandIn

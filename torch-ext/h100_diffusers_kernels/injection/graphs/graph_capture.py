@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ...conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES, an
+from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES, an
 from ..core.cache import capturing
 from ..core.checks import TRANSPARENT_MODES
 from .model_fingerprint import Addresses, CannotCapture

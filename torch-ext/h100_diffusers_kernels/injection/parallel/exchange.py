@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from ...conditions import is_differentiated
+from ...operations.conditions import is_differentiated
 
 # Attention of (B, S, H, d) with a bias (B, Sk) of keys, which may write its result to ``out``.
 LocalAttention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]

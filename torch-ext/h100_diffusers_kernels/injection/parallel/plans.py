@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...conditions import an
+from ...operations.conditions import an
 from ..core.checks import find_class
 from ..core.patch import INJECTION
 

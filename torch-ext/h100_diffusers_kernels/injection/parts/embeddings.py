@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...conditions import KERNEL_DEVICE_TYPE, is_plain, tracks_derivatives
+from ...operations.conditions import KERNEL_DEVICE_TYPE, is_plain, tracks_derivatives
 from ..core.cache import cached
 from ..core.patch import Call, PatchSpec
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     PLAIN_TYPES,
     is_differentiated,
     kernels_take,
@@ -22,7 +22,7 @@ from ...conditions import (
     same_dtype_and_unit_stride,
     why_not_taken,
 )
-from ...conditions import is_plain as is_plain_tensor
+from ...operations.conditions import is_plain as is_plain_tensor
 from ..core.checks import KnownClass, is_plain, replaced_function, why_not_plain
 from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
@@ -193,7 +193,7 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             and first.dtype is second.dtype
             and not is_differentiated(first)
         ):
-            functional.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
+            operations.quantize_fp8(first, block_size=FP8_BLOCK, out=(values, scale))
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
@@ -237,7 +237,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
     for weight, out in zip(weights, outs):
         torch.mm(rows, weight.t(), out=out)
-    return functional.swiglu(both, activated="first")
+    return operations.swiglu(both, activated="first")
 
 
 def inputs_taken(x: Any, *others: Any) -> bool:
@@ -456,7 +456,7 @@ def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor
             out = torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)
             return out.view(*x.shape[:-1], out.shape[-1])
     x = linear(layer, x)
-    return functional.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
+    return operations.gelu(x, approximate) if same_dtype_and_unit_stride(x) else activation(x)
 
 
 def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
@@ -526,7 +526,7 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     if is_differentiated(x):
         call.is_counted = False
     elif kernels_take(x):
-        return getattr(functional, spec.operations)(x)
+        return getattr(operations, spec.operations)(x)
     else:
         call.fall_back(why_not_taken(x))
     x, gate = x.chunk(2, dim=-1)
@@ -545,7 +545,7 @@ def _why_not_plain_gate(module: Any) -> str | None:
 def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
     if not kernels_take(x):
         return call.refuse(x)
-    return NotImplemented if x.shape[-1] % 2 else functional.swiglu(x, activated="first")
+    return NotImplemented if x.shape[-1] % 2 else operations.swiglu(x, activated="first")
 
 
 _ACTIVATIONS = "diffusers.models.activations"
@@ -573,11 +573,11 @@ GATED_ACTIVATIONS = (
 # The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
 # its result's, and the operation with a quantized result.
 _FP8_ACTIVATIONS: tuple[Any, ...] = (
-    (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: functional.gelu_fp8(h, m.approximate)),
-    (GEGLU.known, _why_not_gelu, 2, lambda _, h: functional.geglu_fp8(h)),
-    (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: functional.swiglu_fp8(h)),
+    (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: operations.gelu_fp8(h, m.approximate)),
+    (GEGLU.known, _why_not_gelu, 2, lambda _, h: operations.geglu_fp8(h)),
+    (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: operations.swiglu_fp8(h)),
     *(
-        (known, _why_not_plain_gate, 2, lambda _, h: functional.swiglu_fp8(h, activated="first"))
+        (known, _why_not_plain_gate, 2, lambda _, h: operations.swiglu_fp8(h, activated="first"))
         for known in (FLUX2_SWIGLU, FLUX3_SWIGLU)
     ),
 )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     KERNEL_DEVICE_TYPE,
     group_norm_takes,
     has_memory_format,
@@ -141,7 +141,7 @@ def apply_group_norm(
             x = x.contiguous()  # as PyTorch's own group norm does
         if not group_norm_takes(x, weight, bias):
             return why_not_taken(x, weight, bias)
-    return functional.group_norm(x, groups, weight, bias, module.eps, channel_bias, activation)
+    return operations.group_norm(x, groups, weight, bias, module.eps, channel_bias, activation)
 
 
 def apply_channel_norm(
@@ -171,7 +171,7 @@ def apply_channel_norm(
     scale, shift = [row.reshape(shape) for row in rows] or (None, None)
     if not group_norm_takes(x, weight, bias, scale, shift, gaps=1):
         return why_not_taken(x, weight, bias, scale, shift)
-    return functional.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
+    return operations.channel_rms_norm(x, weight, bias, eps, scale, shift, activation)
 
 
 def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import (
+from ... import operations
+from ...operations.conditions import (
     PLAIN_TYPES,
     an,
     is_differentiated,
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ...conditions import is_plain as is_plain_tensor
+from ...operations.conditions import is_plain as is_plain_tensor
 from ..core.checks import KnownClass, class_name, is_plain, why_not_plain
 from ..core.patch import Call
 from ..core.quantized_rows import QuantizedRows
@@ -56,7 +56,7 @@ def _operations(beginning: str, ending: str = "") -> dict[tuple[str, int], Any]:
     forms = {0: "norm", 2: "norm_modulate", 4: "norm_modulate_pair"}
     keys = [(kind, count) for kind in (RMS, LAYER) for count in forms]
     names = {key: f"{beginning}{key[0]}_{forms[key[1]]}{ending}" for key in keys}
-    return {k: getattr(functional, name) for k, name in names.items() if hasattr(functional, name)}
+    return {k: getattr(operations, name) for k, name in names.items() if hasattr(operations, name)}
 
 
 NORM_OPERATIONS, _FP8_OPERATIONS = _operations(""), _operations("", "_fp8")
@@ -401,11 +401,11 @@ def _residual(
         if upcasts
         else same_dtype_and_unit_stride(residual, x, *operands)
     ):
-        return functional.gated_residual(residual, x, table, **parts, **index)
+        return operations.gated_residual(residual, x, table, **parts, **index)
     if "addend" in parts:
         x = x + parts["addend"]
     if "x_eps" in parts:
-        x = functional.rms_norm(x, parts["x_weight"], parts["x_eps"])
+        x = operations.rms_norm(x, parts["x_weight"], parts["x_eps"])
     gate = modulator_sum(gate)
     if "tanh_gate" in parts:
         gate = gate.tanh()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from ...conditions import is_differentiated, is_plain, same_dtype_and_unit_stride
-from ...functional import CoordinateRope
+from ...operations import CoordinateRope
+from ...operations.conditions import is_differentiated, is_plain, same_dtype_and_unit_stride
 
 
 class CoordinateTables(Sequence):

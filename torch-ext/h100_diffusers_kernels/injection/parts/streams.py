@@ -15,7 +15,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...conditions import an
+from ...operations.conditions import an
 from ..core.checks import (
     KnownClass,
     class_name,

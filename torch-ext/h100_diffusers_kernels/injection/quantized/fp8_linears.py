@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import functional
-from ...conditions import PLAIN_TYPES, dtype_name, is_differentiated, is_plain, kernels_take
+from ... import operations
+from ...operations.conditions import (
+    PLAIN_TYPES,
+    dtype_name,
+    is_differentiated,
+    is_plain,
+    kernels_take,
+)
 from ..core import checks
 from ..core.checks import KnownClass
 from ..core.patch import Call, ExactSpec, StandIn
@@ -187,7 +193,7 @@ def are_fp8(*layers: Any) -> bool:
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     """The layer's result."""
     weight, scale, bias = found
-    return functional.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
+    return operations.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
 
 
 class Fp8Product(NamedTuple):
@@ -206,7 +212,7 @@ class Fp8Product(NamedTuple):
     def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
         """``residual + gate * result``, of a 16-bit residual."""
         x, weight = self
-        return functional.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
+        return operations.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
 
 
 def computed(y: Any) -> Any:
@@ -218,7 +224,7 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):
         return [fp8_product(x, weight) for weight in found]
-    return functional.linears_fp8(x.values, x.scale, *zip(*found), dtype=x.dtype)
+    return operations.linears_fp8(x.values, x.scale, *zip(*found), dtype=x.dtype)
 
 
 def fp8_gelu_product(
@@ -228,7 +234,7 @@ def fp8_gelu_product(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    return functional.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
+    return operations.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:

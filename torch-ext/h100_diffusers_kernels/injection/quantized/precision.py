@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...conditions import PLAIN_TYPES, an, dtype_name
+from ...operations.conditions import PLAIN_TYPES, an, dtype_name
 from ..core.checks import class_name
 from ..core.report import InjectionReport, join
 from .fp8_linears import fp8_weight

@@ -1,5 +1,8 @@
 """Calls of the registered operators: kernels, derivatives and one-sentence errors.
 
+A formula is an operator as a differentiable PyTorch expression, with the operator's arguments. It computes
+in ``T``, with float32 inside each PyTorch function, or in float32 if any argument is float32.
+
 The operators' C++ checks values and shapes on every path. Python checks argument types after a call has
 failed, except for scalars, which Torch would convert silently.
 """
@@ -8,35 +11,29 @@ from __future__ import annotations
 
 import numbers
 import re
-from typing import Any, Callable, NoReturn, Optional
+from typing import Any, Callable, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ._ops import ops
+from .._ops import ops
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 MAX_INTEGER = 2**63 - 1  # of a schema
-MIN_SCALE, MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+APPROXIMATIONS = {"none": False, "tanh": True}  # of GELU
+OUT_GIVEN = ("out", "None", "a tensor")  # ``refused`` of a `plain_call`
 
 _ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
 _NO_MEMORY = re.compile(r"(\w+): cannot allocate (\d+) elements of (\d) bytes on (\S+)")
 _DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
 _DIFFERENTIABLE = "require grad, carry a tangent or be in a transform of torch.func"
+_SEQUENCES = {"weight": "weights", "weight_scale": "weight_scales", "bias": "biases"}
 _PUBLIC_NAMES = {
     **dict.fromkeys(("first", "second"), "rope"),
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
     **{f"{name}_row": name for name in ("scale", "shift", "gate")},
-    **{
-        f"{name}_{i}": f"{names}[{i}]"
-        for name, names in (
-            ("weight", "weights"),
-            ("weight_scale", "weight_scales"),
-            ("bias", "biases"),
-        )
-        for i in range(3)
-    },
+    **{f"{one}_{i}": f"{many}[{i}]" for one, many in _SEQUENCES.items() for i in range(3)},
 }
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -52,6 +49,10 @@ def fail(operation: str, sentence: str) -> NoReturn:
     raise ValueError(f"{operation}: {sentence}")
 
 
+def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
+    raise TypeError(f"{operation}: {name} must be {accepted}, got {shown(value)}")
+
+
 def shown(value: object) -> str:
     """A value as text for an error: short plain values by ``repr``, others by their type."""
     if isinstance(value, int) and value.bit_length() > 128:
@@ -61,12 +62,11 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     # Tracing uses its own tensor classes.
-    is_plain_tensor = isinstance(value, Tensor) and is_plain(value)
-    return "Tensor" if is_plain_tensor else type(value).__name__
+    return "Tensor" if isinstance(value, Tensor) and is_plain(value) else type(value).__name__
 
 
-def refuse_type(operation: str, name: str, accepted: str, value: object) -> NoReturn:
-    raise TypeError(f"{operation}: {name} must be {accepted}, got {shown(value)}")
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
 
 
 def number(operation: str, name: str, value: Any, accepted: str = "a number") -> Any:
@@ -78,13 +78,6 @@ def number(operation: str, name: str, value: Any, accepted: str = "a number") ->
         return float(value)
     except OverflowError:
         fail(operation, f"{name} must be within float64, got {shown(value)}")
-
-
-def scale_number(operation: str, name: str, value: Any) -> float:
-    scale = number(operation, name, value, "a number or None")
-    if not MIN_SCALE <= scale <= MAX_SCALE:
-        fail(operation, f"{name} must be positive and finite in float32, got {scale}")
-    return scale
 
 
 def count(operation: str, name: str, value: Any, accepted: str = "an integer") -> Any:
@@ -110,10 +103,30 @@ def choice(operation: str, name: str, value: Any, choices: dict[str, Any]) -> An
     return choices[value]
 
 
-def is_plain(tensor: Optional[Tensor]) -> bool:
+def is_plain(tensor: Tensor | None) -> bool:
     """Whether a tensor is None, plain, or stands for a plain one while torch.compile traces."""
     cls = type(tensor)
     return tensor is None or cls in PLAIN_TYPES or cls.__module__.startswith("torch._subclasses.")
+
+
+def required(*tensors: Tensor | None) -> None:
+    """Raises if a tensor is None, for fakes: Torch passes None for any tensor, and tracing would not fail."""
+    if any(tensor is None for tensor in tensors):
+        raise TypeError("a tensor is None")
+
+
+def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
+    """For each argument: its name in the public function, whether it is a tensor, whether it may be None."""
+    kinds = [(a.name, str(a.type)) for a in schema.arguments]
+    optional = [kind.startswith("Optional") or name == "out" for name, kind in kinds]
+    return [(_PUBLIC_NAMES.get(n, n), "Tensor" in k, o) for (n, k), o in zip(kinds, optional)]
+
+
+def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
+    for (name, is_tensor, is_optional), value in zip(parameters, arguments):
+        if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
+            accepted = "a tensor or None" if is_optional else "a tensor"
+            refuse_type(operation, name, accepted, value)
 
 
 def _check_layouts(operation: str, parameters: list, arguments: tuple) -> None:
@@ -125,32 +138,10 @@ def _check_layouts(operation: str, parameters: list, arguments: tuple) -> None:
         elif tensor.layout is not torch.strided:
             given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
         elif tensor.is_quantized:
-            given = f"a quantized one of {str(tensor.dtype).replace('torch.', '')}"
+            given = f"a quantized one of {dtype_name(tensor.dtype)}"
         else:
             continue
         fail(operation, f"{name} must be a strided tensor, got {given}")
-
-
-def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
-    """For each argument: its name in the public function, whether it is a tensor, whether it may be None."""
-    kinds = [(_PUBLIC_NAMES.get(a.name, a.name), str(a.type)) for a in schema.arguments]
-    return [
-        (name, "Tensor" in kind, kind.startswith("Optional") or name == "out")
-        for name, kind in kinds
-    ]
-
-
-def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
-    for (name, is_tensor, is_optional), value in zip(parameters, arguments):
-        if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
-            accepted = "a tensor or None" if is_optional else "a tensor"
-            refuse_type(operation, name, accepted, value)
-
-
-def required(*tensors: Optional[Tensor]) -> None:
-    """Raises if a tensor is None, for fakes: Torch passes None for any tensor, and tracing would not fail."""
-    if any(tensor is None for tensor in tensors):
-        raise TypeError("a tensor is None")
 
 
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
@@ -159,7 +150,14 @@ def _explain(operation: str, parameters: list, arguments: tuple, error: Exceptio
     _check_layouts(operation, parameters, arguments)
     no_memory = _NO_MEMORY.match(str(error))
     if no_memory:
-        _raise_out_of_memory(error, *no_memory.groups())
+        name, elements, size, device = no_memory.groups()
+        cause, byte_count = error, int(elements) * int(size)
+        try:  # Again, for Torch's own error, which its C interface loses.
+            torch.empty(byte_count, dtype=torch.uint8, device=device)
+        except RuntimeError as again:
+            cause = again
+        message = f"{name}: cannot allocate {byte_count} bytes on {device}"
+        raise torch.OutOfMemoryError(message) from cause
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         # Raised by other libraries' tensor classes for unknown operators.
         for (name, *_), value in zip(parameters, arguments):
@@ -168,21 +166,16 @@ def _explain(operation: str, parameters: list, arguments: tuple, error: Exceptio
     raise error
 
 
-def _raise_out_of_memory(
-    error: Exception, name: str, elements: str, size: str, device: str
-) -> None:
-    """Allocates again to raise Torch's own error, which its C interface loses."""
-    cause = error
-    try:
-        torch.empty(int(elements) * int(size), dtype=torch.uint8, device=device)
-    except RuntimeError as again:
-        cause = again
-    message = f"{name}: cannot allocate {int(elements) * int(size)} bytes on {device}"
-    raise torch.OutOfMemoryError(message) from cause
-
-
 # --------------------------------------------------------------------------------------------------
 # Derivatives
+
+
+def promoted(*tensors: Tensor | None) -> tuple:
+    """A formula's tensors in a common dtype: float32 if their dtypes differ."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    if len(dtypes) == 1:
+        return tensors
+    return tuple(tensor if tensor is None else tensor.float() for tensor in tensors)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -199,34 +192,23 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        needed = [i for i in ctx.positions if ctx.needs_input_grad[2 + i]]
         creates_graph = torch.is_grad_enabled()
-        arguments = list(ctx.arguments)
-        for i, tensor in zip(ctx.positions, ctx.saved_tensors):
-            arguments[i] = tensor
+        arguments, needed = list(ctx.arguments), []
         with torch.enable_grad():
-            for i in needed:
-                tensor = arguments[i]
-                arguments[i] = (
-                    tensor.view_as(tensor) if creates_graph else tensor.detach().requires_grad_()
-                )
+            for i, tensor in zip(ctx.positions, ctx.saved_tensors):
+                if ctx.needs_input_grad[2 + i]:
+                    needed.append(i)
+                    tensor = tensor.view_as(tensor) if creates_graph else tensor.detach()
+                    tensor.requires_grad_()
+                arguments[i] = tensor
             results = ctx.formula(*arguments)
             results = results if isinstance(results, tuple) else (results,)
             # A result need not depend on an input that requires grad.
-            given = [
-                (r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad
-            ]
-            inputs = torch.autograd.grad(
-                [result for result, _ in given],
-                [arguments[i] for i in needed],
-                [gradient for _, gradient in given],
-                create_graph=creates_graph,
-                allow_unused=True,
-            )
-        found = [None] * (2 + len(arguments))
-        for i, gradient in zip(needed, inputs):
-            found[2 + i] = gradient
-        return tuple(found)
+            used = [(r, g) for r, g in zip(results, gradients) if g is not None and r.requires_grad]
+            tensors = [r for r, _ in used], [arguments[i] for i in needed], [g for _, g in used]
+            inputs = torch.autograd.grad(*tensors, create_graph=creates_graph, allow_unused=True)
+        found = dict(zip(needed, inputs))
+        return None, None, *(found.get(i) for i in range(len(arguments)))
 
 
 # torch.autograd.Function.apply only adds support for transforms of torch.func.
@@ -255,17 +237,13 @@ def is_differentiated(*arguments: Any) -> bool:
 
 
 def kernel_call(
-    operation: str, name: str, formula: Callable, forward: Optional[Callable] = None
+    operation: str, formula: Callable, name: str | None = None, forward: Callable | None = None
 ) -> Callable:
-    """The function that calls the operator ``name`` for the public function ``operation``.
+    """The function that calls an operator for the public function ``operation``, by default of the same name.
 
-    Where an input requires grad, the kernel computes and backward differentiates the formula. With
-    forward-mode derivatives and in transforms of ``torch.func``, the formula computes.
-
-    Args:
-        forward: replaces the call if the operator ``name`` writes; it takes no written arguments.
+    ``forward`` replaces the call if the operator writes; it takes no written arguments.
     """
-    overload = getattr(ops, name).default
+    overload = getattr(ops, name or operation).default
     parameters = _parameters(overload._schema)
     kernel = forward or overload
     # The overload's own __call__ is a Python frame around this, which Dynamo cannot trace.
@@ -278,69 +256,66 @@ def kernel_call(
 
     def call(*arguments):
         try:
-            if _is_compiling():
+            is_traced = _is_compiling()
+            if is_traced:
                 _check_types(operation, parameters, arguments)
-                if forward_ad._current_level >= 0 or _are_transforms_active():
-                    return formula(*arguments)
-                if _is_grad_enabled() and _requires_grad(arguments):
-                    return differentiable(*arguments)
-                return kernel(*arguments)
             if forward_ad._current_level >= 0 or _are_transforms_active():
-                if not _are_transforms_active():
+                if not (is_traced or _are_transforms_active()):
                     kernel(*arguments)  # its checks
                 return formula(*arguments)
             if _is_grad_enabled() and _requires_grad(arguments):
+                if is_traced:
+                    return differentiable(*arguments)
                 return _differentiable(untraced, formula, *arguments)
-            return untraced(*arguments)
+            return kernel(*arguments) if is_traced else untraced(*arguments)
         except _ERRORS as error:
             _explain(operation, parameters, arguments, error)
 
+    call.__name__ = operation
     return call
 
 
-def plain_call(operation: str, name: str) -> Callable:
+def plain_call(operation: str, name: str | None = None) -> Callable:
     """The function that calls an operator without derivatives. It raises if an input may be differentiated.
 
-    The function takes the operator's arguments and two named ones. ``written`` holds the arguments that the
-    operator writes. ``refused`` describes the error where the operation has derivatives unless it writes: the
-    argument that requests writing, its accepted value and the given value.
+    The function takes the operator's arguments and two named ones. ``written`` holds the tensors that the
+    operator writes, and is returned. ``refused`` is for operations that have derivatives unless they write:
+    the argument that requests writing, its accepted value and the given value, for the error.
     """
-    overload = getattr(ops, name).default
+    overload = getattr(ops, name or operation).default
     parameters = _parameters(overload._schema)
     untraced = overload._op
 
-    def call(*arguments, written: tuple = (), refused: Optional[tuple[str, str, str]] = None):
+    def call(*arguments, written: Any = None, refused: tuple[str, str, str] | None = None):
         # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
         if is_differentiated(*arguments):
             _refuse_derivatives(operation, parameters, arguments, refused)
         try:
             if _is_compiling():
                 _check_types(operation, parameters, arguments)
-                return overload(*arguments)
-            results = untraced(*arguments)
-            # Autograd then detects a backward that needs the overwritten values.
-            if written:
-                torch.autograd.graph.increment_version(written)
-            return results
+                results = overload(*arguments)
+            else:
+                results = untraced(*arguments)
+                # Autograd then detects a backward that needs the overwritten values.
+                if written is not None:
+                    torch.autograd.graph.increment_version(written)
+            return results if written is None else written
         except _ERRORS as error:
             _explain(operation, parameters, arguments, error)
 
+    call.__name__ = operation
     return call
 
 
 def _refuse_derivatives(
-    operation: str, parameters: list, arguments: tuple, refused: Optional[tuple[str, str, str]]
+    operation: str, parameters: list, arguments: tuple, refused: tuple[str, str, str] | None
 ) -> NoReturn:
     _check_types(operation, parameters, arguments)
     if refused is None:
-        argument = _differentiated_name(parameters, arguments)
+        # The first tensor that requires grad, otherwise the first argument: a transform may be of any.
+        names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
+        argument = names[0] if names else parameters[0][0]
         fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
     _check_layouts(operation, parameters, arguments)
     argument, accepted, given = refused
     fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")
-
-
-def _differentiated_name(parameters: list, arguments: tuple) -> str:
-    """The first tensor that requires grad, otherwise the first tensor: a transform may be of any."""
-    names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
-    return names[0] if names else parameters[0][0]

@@ -9,17 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix
-from .operators import PLAIN_TYPES, is_differentiated, is_plain
+from .._ops import add_op_namespace_prefix
+from .calls import PLAIN_TYPES, dtype_name, is_differentiated, is_plain
 
 # A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 ATTENTION_HEAD_DIMS = range(8, 129, 8)
+ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def kernels_run_on(x: Tensor) -> bool:
@@ -104,7 +103,7 @@ def group_norm_takes(x: Tensor, *others: Tensor | None, gaps: int = 0) -> bool:
         if tensor is not None and (
             tensor.dtype is not x.dtype
             or tensor.device != x.device
-            or not _has_unit_stride(tensor)
+            or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             or not is_plain(tensor)
         ):
             return False
@@ -116,67 +115,10 @@ def has_memory_format(x: Tensor, gaps: int = 0) -> bool:
     its pixels, as between frames."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return True
-    count = stride = 1
-    innermost = None
-    for size, step in zip(reversed(x.shape[2:]), reversed(x.stride()[2:])):
-        if size == 1:
-            continue
-        if count > 1 and step != stride * count:
-            gaps, count = gaps - 1, 1
-        if count == 1:
-            stride = step
-            innermost = step if innermost is None else innermost
-        count *= size
-    is_dense = innermost is None or innermost == 1 or x.shape[1] == 1 or x.stride(1) == 1
-    return is_dense and gaps >= 0
-
-
-def an(name: str) -> str:
-    """A class's name with its article."""
-    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # abbreviations are spelled
-    return f"{'an' if name[0] in vowels else 'a'} {name}"
-
-
-def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
-    """Why ``kernels_take`` is false, as a clause."""
-    for tensor in (x, *others):
-        if not is_plain(tensor):
-            return f"it was given {an(type(tensor).__name__)}"
-    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
-        return "autocast is on"
-    if x.device.type != KERNEL_DEVICE_TYPE:
-        return (
-            f"it was given tensors on {x.device.type}, and this build is for {KERNEL_DEVICE_TYPE}"
-        )
-    if x.dtype not in _DTYPES:
-        return f"there are no kernels for {dtype_name(x.dtype)}"
-    if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
-        return "it was given tensors of different dtypes"
-    if any(tensor is not None and tensor.device != x.device for tensor in others):
-        return "it was given tensors on different devices"
-    return "it was given tensors whose last dimension has gaps"
-
-
-def _has_unit_stride(tensor: Tensor) -> bool:
-    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
-
-
-def tracks_derivatives() -> bool:
-    """Whether operations called now may be differentiated."""
-    return torch.is_grad_enabled() or is_differentiated()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).replace("torch.", "")
-
-
-def may_write() -> bool:
-    """Whether results may be written to slices of a buffer.
-
-    False while torch.compile traces, which fuses concatenations, and in transforms of ``torch.func``, which
-    would need a batched buffer.
-    """
-    return not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active())
+    spatial = [(size, step) for size, step in zip(x.shape[2:], x.stride()[2:]) if size != 1]
+    is_dense = not spatial or spatial[-1][1] == 1 or x.shape[1] == 1 or x.stride(1) == 1
+    pairs = zip(spatial, spatial[1:])
+    return is_dense and sum(outer != size * step for (_, outer), (size, step) in pairs) <= gaps
 
 
 def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None = None) -> bool:
@@ -197,3 +139,42 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
         and of_key == value.shape
         and not is_differentiated(query, key, value)
     )
+
+
+def tracks_derivatives() -> bool:
+    """Whether operations called now may be differentiated."""
+    return torch.is_grad_enabled() or is_differentiated()
+
+
+def may_write() -> bool:
+    """Whether results may be written to slices of a buffer.
+
+    False while torch.compile traces, which fuses concatenations, and in transforms of ``torch.func``, which
+    would need a batched buffer.
+    """
+    return not (torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
+    """Why ``kernels_take`` is false, as a clause."""
+    for tensor in (x, *others):
+        if not is_plain(tensor):
+            return f"it was given {an(type(tensor).__name__)}"
+    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
+        return "autocast is on"
+    given, built = x.device.type, KERNEL_DEVICE_TYPE
+    if given != built:
+        return f"it was given tensors on {given}, and this build is for {built}"
+    if x.dtype not in _DTYPES:
+        return f"there are no kernels for {dtype_name(x.dtype)}"
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
+        return "it was given tensors of different dtypes"
+    if any(tensor is not None and tensor.device != x.device for tensor in others):
+        return "it was given tensors on different devices"
+    return "it was given tensors whose last dimension has gaps"
+
+
+def an(name: str) -> str:
+    """A class's name with its article."""
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOUaeiou"  # abbreviations are spelled
+    return f"{'an' if name[0] in vowels else 'a'} {name}"

@@ -1,0 +1,178 @@
+"""Attention."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention  # here, because users may replace it
+
+from .._ops import add_op_namespace_prefix
+from .calls import (
+    MAX_INTEGER,
+    OUT_GIVEN,
+    count,
+    fail,
+    is_differentiated,
+    kernel_call,
+    number,
+    plain_call,
+    promoted,
+    refuse_type,
+    required,
+    shown,
+)
+
+_MIN_SCALE, _MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def _masked(q, k, v, key_bias, key_lengths, heads):
+    """Query, key and value by head and in a common dtype, a mask to add to the scores, and for each batch
+    entry whether it has keys. Without keys the mask is 0, because some of PyTorch's kernels give NaN."""
+    if heads is not None:
+        head_dim = q.shape[2] // heads
+        q, k, v = (tensor.unflatten(2, (-1, head_dim)) for tensor in (q, k, v))
+    q, k, v, key_bias = promoted(q, k, v, key_bias)  # PyTorch's kernels take a mask of q's dtype
+    if key_bias is None and key_lengths is None:
+        return q, k, v, None, None
+    mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
+    if key_lengths is not None:
+        is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
+        mask = mask.masked_fill(is_padding, -torch.inf)
+        k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
+    has_keys = (mask != -torch.inf).any(1)
+    return q, k, v, mask.masked_fill(~has_keys[:, None], 0)[:, None, None], has_keys
+
+
+def _formula(q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=None):
+    shape, dtype = q.shape, q.dtype
+    q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
+    # PyTorch's fused kernels support neither forward mode nor vmap, and with a gradient of the mask they do
+    # not accept every length.
+    options = {"attn_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    with sdpa_kernel(SDPBackend.MATH) if is_differentiated(mask) else nullcontext():
+        out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+    out = out.transpose(1, 2)
+    if has_keys is not None:
+        out = out.masked_fill(~has_keys[:, None, None, None], 0)
+    if gate is not None:
+        out = out.float() * gate[..., None]
+    out = out.reshape(shape)
+    if addend is not None:
+        out = out.float() + addend
+    return out.to(dtype)
+
+
+def _formula_with_lse(q, k, v, scale, key_bias, key_lengths, heads, *gate_and_addend):
+    out = _formula(q, k, v, scale, key_bias, key_lengths, heads, *gate_and_addend)
+    q, k, _, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    queries, keys = q.float().transpose(1, 2), k.float().permute(0, 2, 3, 1)
+    if q.shape[2] != k.shape[2]:
+        keys = keys.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=1)
+    scores = queries @ keys * scale
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(3).transpose(1, 2)
+    if has_keys is not None:
+        lse = lse.masked_fill(~has_keys[:, None, None], -torch.inf)
+    return out, lse.contiguous()
+
+
+_attention = kernel_call("attention", _formula)
+_attention_lse = kernel_call("attention", _formula_with_lse, "attention_lse")
+_attention_out = plain_call("attention", "attention_out")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: Optional[float] = None,
+    key_bias: Optional[Tensor] = None,
+    key_lengths: Optional[Tensor] = None,
+    heads: Optional[int] = None,
+    gate: Optional[Tensor] = None,
+    addend: Optional[Tensor] = None,
+    out: Optional[Tensor] = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and
+    head.
+
+    Args:
+        q: ``(B, Sq, H, d)``, bfloat16 or float16; d is a multiple of 8 up to 128; strided in any dimension
+            except the last, such as a view of a packed projection.
+        k, v: ``(B, Sk, Hk, d)``, likewise, of q's dtype. H is a multiple of Hk, and query head ``h``
+            attends to key head ``h // (H // Hk)`` (grouped-query attention).
+        scale: positive and finite; None for ``1 / sqrt(d)``.
+        key_bias: ``(B, Sk)``, float32 or of q's dtype, or None; added to the scores of every head and
+            query. -inf masks a key. A query whose keys are all masked gives zeros.
+        key_lengths: ``(B,)``, int32, contiguous, or None. Keys from ``key_lengths[b]`` on are skipped;
+            their contents, even NaN, have no effect. Lengths are read on the device and clamped to
+            ``0 ... Sk``. A batch entry without keys gives zeros.
+        heads: H, if q is ``(B, Sq, H * d)`` and k and v are ``(B, Sk, Hk * d)``, as linear layers return
+            them; otherwise None.
+        gate: ``(B, Sq, H)``, float32 or of q's dtype, or None; strided. A factor of each query and head.
+        addend: of q's shape and dtype, or None; strided like q. Added before the result is rounded, such as
+            the attention of the same queries to other keys.
+        out: of q's shape and dtype, or None. On CUDA an ``out`` whose heads are not all aligned to 16 bytes
+            needs temporary memory of its size.
+        return_lse: also return ``lse``, the logarithm of the sum of the exponentials of each query's scores,
+            ``log(sum(exp(scale * q kᵀ + key_bias)))``. A query without keys has -inf. ``gate`` and ``addend``
+            have no effect on it. It needs ``out`` None.
+
+    Returns:
+        A tensor of q's shape, contiguous, or ``out``. With ``return_lse`` ``(out, lse)``, where ``lse`` is
+        ``(B, Sq, H)``, float32, contiguous.
+
+    With ``lse``, results for parts of the keys can be merged, for example those of several GPUs: the weight
+    of a part is ``exp(lse - total)``, where ``total`` is the logsumexp of the ``lse`` of all parts. With
+    ``return_lse`` the backward needs memory for all scores in float32.
+
+    On CUDA the softmax probabilities are rounded to 16 bits for the tensor cores. bfloat16 inputs with at
+    least 1024 queries, at least 257 keys and no bias use float16, which has eight times the precision of
+    bfloat16. This needs temporary memory of v's size, for v in float16. Queries that exceed float16's range
+    are recomputed in bfloat16.
+
+    Source: Vaswani et al., 2017, https://arxiv.org/abs/1706.03762; in one pass over the keys as in
+    Dao et al., 2022, https://arxiv.org/abs/2205.14135.
+    """
+    if scale is not None:
+        scale = number("attention", "scale", scale, "a number or None")
+        if not _MIN_SCALE <= scale <= _MAX_SCALE:
+            fail("attention", f"scale must be positive and finite in float32, got {scale}")
+    if heads is not None and (type(heads) is not int or not 0 < heads <= MAX_INTEGER):
+        heads = count("attention", "heads", heads, "an integer or None")
+    arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend
+    if return_lse is not False:
+        if return_lse is not True:
+            refuse_type("attention", "return_lse", "True or False", return_lse)
+        if out is not None:
+            fail("attention", f"out must be None with return_lse, got {shown(out)}")
+        return _attention_lse(*arguments)
+    if out is None:
+        return _attention(*arguments)
+    return _attention_out(*arguments, out, written=out, refused=OUT_GIVEN)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention"))
+def _attention_fake(q, k, v, *_):
+    required(k, v)
+    return q.new_empty(q.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_lse"))
+def _attention_lse_fake(q, k, v, _scale, _bias, _lengths, heads, *_):
+    required(k, v)
+    count = q.shape[2] if heads is None else heads
+    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], count), dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_out"))
+def _attention_out_fake(q, k, v, *_):
+    required(q, k, v)

@@ -1,0 +1,257 @@
+"""FP8: quantization and linear layers. These operations have no derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from .calls import (
+    APPROXIMATIONS,
+    choice,
+    dtype_name,
+    fail,
+    plain_call,
+    refuse_type,
+    required,
+    shown,
+)
+
+_BLOCK_SIZE = 128
+
+_quantize_fp8 = plain_call("quantize_fp8")
+_quantize_fp8_out = plain_call("quantize_fp8", "quantize_fp8_out")
+
+
+def is_blocked(operation: str, block_size: Any) -> bool:
+    """The operator's value for ``block_size``."""
+    if block_size is None:
+        return False
+    if type(block_size) is not int:
+        refuse_type(operation, "block_size", "an integer or None", block_size)
+    if block_size != _BLOCK_SIZE:
+        fail(operation, f"block_size must be {_BLOCK_SIZE} or None, got {shown(block_size)}")
+    return True
+
+
+def values_and_scale(operation: str, out: Any) -> tuple:
+    """The operator's values for ``out``."""
+    if not isinstance(out, (tuple, list)) or not all(isinstance(x, Tensor) for x in out):
+        refuse_type(operation, "out", "a tuple (values, scale) of tensors or None", out)
+    if len(out) != 2:
+        fail(operation, f"out must hold 2 tensors, got {len(out)}")
+    return tuple(out)
+
+
+def quantize_fp8(
+    x: Tensor, *, block_size: Optional[int] = None, out: Optional[tuple[Tensor, Tensor]] = None
+) -> tuple[Tensor, Tensor]:
+    """Quantization to FP8 with a scale for each row or block: ``scale = max(|x|) / 448`` and ``x / scale``.
+
+    Args:
+        x: ``(..., D)``, T. It must not require grad.
+        block_size: None for one scale per row, or 128 for one per block of 128 elements of a row. The last
+            block of a row may be shorter.
+        out: ``(values, scale)`` of the results' shapes and dtypes, or None. Each is strided in any dimension
+            except the last, for example columns of a wider tensor, and shares no memory with the other or x.
+
+    Returns:
+        ``x / scale``, ``(..., D)``, float8_e4m3fn, rounded to nearest even; and the scale, float32,
+        ``(..., 1)`` or ``(..., ceil(D / 128))``. Both are 0 where the scale would be below float32's smallest
+        normal number, and NaN where a NaN or an infinity shares the scale.
+
+    Source: Micikevicius et al., 2022 (FP8), https://arxiv.org/abs/2209.05433; blocks of 128 as in
+    DeepSeek-AI, 2024 (DeepSeek-V3), https://arxiv.org/abs/2412.19437.
+    """
+    blocked = is_blocked("quantize_fp8", block_size)
+    if out is None:
+        return _quantize_fp8(x, blocked)
+    out = values_and_scale("quantize_fp8", out)
+    return _quantize_fp8_out(x, blocked, *out, written=out)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantize_fp8"))
+def quantize_fp8_fake(x, blocked):
+    # A tensor without dimensions raises when the kernel is called.
+    per_row = -(-x.shape[-1] // _BLOCK_SIZE) if blocked and x.dim() > 0 else 1
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return values, x.new_empty((*x.shape[:-1], per_row), dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("quantize_fp8_out"))
+def _quantize_fp8_out_fake(x, *_):
+    required(x)
+
+
+_linear_fp8 = plain_call("linear_fp8")
+_linears_fp8 = plain_call("linears_fp8")
+_linear_gelu_fp8 = plain_call("linear_gelu_fp8")
+_linear_gelu_fp8_out = plain_call("linear_gelu_fp8", "linear_gelu_fp8_out")
+_linear_gated_residual_fp8 = plain_call("linear_gated_residual_fp8")
+
+
+def _is_float16(operation: str, dtype: Any) -> bool:
+    if not isinstance(dtype, torch.dtype):
+        refuse_type(operation, "dtype", "a torch.dtype", dtype)
+    if dtype is not torch.bfloat16 and dtype is not torch.float16:
+        fail(operation, f"dtype must be bfloat16 or float16, got {dtype_name(dtype)}")
+    return dtype is torch.float16
+
+
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Linear layer of FP8 tensors: ``(x * x_scale) @ (weight * weight_scale).T + bias``.
+
+    No input may require grad.
+
+    Args:
+        x: ``(..., K)``, float8_e4m3fn, contiguous and aligned to 16 bytes; K is a multiple of 16.
+        x_scale: ``(..., 1)``, or ``(..., ceil(K / 128))`` with a scale for each block of 128 elements of a
+            row; float32, contiguous.
+        weight: ``(N, K)``, float8_e4m3fn, contiguous and aligned to 16 bytes.
+        weight_scale: ``(N, 1)``, or one element: ``()``, ``(1,)`` or ``(1, 1)``; float32, contiguous.
+        bias: ``(N,)``, float32 or of the result's dtype, or None.
+        dtype: of the result, bfloat16 or float16.
+
+    Returns:
+        A tensor ``(..., N)``. Sums of 128 products, of which a GPU keeps about 14 bits, are added in float32,
+        and the result is rounded once.
+    """
+    is_float16 = _is_float16("linear_fp8", dtype)
+    return _linear_fp8(x, x_scale, weight, weight_scale, bias, is_float16)
+
+
+def linears_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weights: Sequence[Tensor],
+    weight_scales: Sequence[Tensor],
+    biases: Optional[Sequence[Optional[Tensor]]] = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, ...]:
+    """Two or three linear layers of one FP8 input in one launch, such as query, key and value.
+
+    Args:
+        x, x_scale, dtype: as for ``linear_fp8``.
+        weights, weight_scales: of two or three layers, each as for ``linear_fp8`` with its own N.
+        biases: of each layer, as for ``linear_fp8``, or None.
+
+    Returns:
+        A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
+    """
+    is_float16 = _is_float16("linears_fp8", dtype)
+    given: dict[str, Any] = {"weights": weights, "weight_scales": weight_scales}
+    if biases is not None:
+        given["biases"] = biases
+    for name, tensors in given.items():
+        if not isinstance(tensors, (tuple, list)):
+            accepted = "a tuple or list" if name != "biases" else "a tuple, a list or None"
+            refuse_type("linears_fp8", name, accepted, tensors)
+    if len(weights) not in (2, 3):
+        fail("linears_fp8", f"weights must hold 2 or 3 tensors, got {len(weights)}")
+    for name, tensors in given.items():
+        if len(tensors) != len(weights):
+            fail("linears_fp8", f"{name} must hold {len(weights)} tensors, got {len(tensors)}")
+        if name != "biases" and len(tensors) == 3 and not isinstance(tensors[2], Tensor):
+            refuse_type("linears_fp8", f"{name}[2]", "a tensor", tensors[2])
+    layers = zip(weights, weight_scales, biases or [None] * len(weights))
+    arguments = [tensor for layer in layers for tensor in layer]
+    missing = [None] * (9 - len(arguments))
+    return tuple(_linears_fp8(x, x_scale, *arguments, *missing, is_float16))
+
+
+def linear_gelu_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    approximate: str = "none",
+    out: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Tensor, Tensor]:
+    """GELU of ``linear_fp8``, quantized as by ``quantize_fp8`` with ``block_size=128``, from the unrounded
+    value. The result can be the x of another ``linear_fp8``.
+
+    Args:
+        x, x_scale, weight, weight_scale: as for ``linear_fp8``.
+        bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        approximate: as for ``gelu``.
+        out: as for ``quantize_fp8``. Values whose rows are not all aligned to 16 bytes take longer.
+
+    Returns:
+        ``(values, scale)``: float8_e4m3fn ``(..., N)`` and float32 ``(..., ceil(N / 128))``.
+    """
+    tanh = choice("linear_gelu_fp8", "approximate", approximate, APPROXIMATIONS)
+    arguments = x, x_scale, weight, weight_scale, bias, tanh
+    if out is None:
+        return _linear_gelu_fp8(*arguments)
+    out = values_and_scale("linear_gelu_fp8", out)
+    return _linear_gelu_fp8_out(*arguments, *out, written=out)
+
+
+def linear_gated_residual_fp8(
+    residual: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Optional[Tensor] = None,
+    *,
+    gate: Optional[Tensor] = None,
+) -> Tensor:
+    """``residual + gate * linear_fp8(x, ...)``, from the unrounded product.
+
+    Args:
+        residual: ``(..., N)``, bfloat16 or float16, strided in any dimension except the last. The result has
+            its shape and dtype.
+        x, x_scale, weight, weight_scale: as for ``linear_fp8``.
+        bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        gate: broadcasts against the residual, such as ``(N,)``, ``(B, 1, N)`` or ``(B, S, N)``; float32 or of
+            the residual's dtype, or None for 1. With ``(B, 1, N)`` each sample is a launch of its own.
+    """
+    return _linear_gated_residual_fp8(residual, x, x_scale, weight, weight_scale, bias, gate)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_fp8"))
+def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, is_float16):
+    required(x_scale, weight, weight_scale)
+    dtype = torch.float16 if is_float16 else torch.bfloat16
+    return x.new_empty((*x.shape[:-1], *weight.shape[:1]), dtype=dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linears_fp8"))
+def _linears_fp8_fake(x, x_scale, *arguments):
+    *layers, is_float16 = arguments
+    given = [layers[i : i + 3] for i in (0, 3, 6) if i < 6 or layers[i] is not None]
+    return [_linear_fp8_fake(x, x_scale, *layer, is_float16) for layer in given]
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))
+def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, *_):
+    required(x_scale, weight, weight_scale)
+    # A weight without dimensions raises when the kernel is called.
+    columns = weight.shape[0] if weight.dim() > 0 else 0
+    return quantize_fp8_fake(x.new_empty((*x.shape[:-1], columns)), True)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8_out"))
+def _linear_gelu_fp8_out_fake(x, x_scale, weight, weight_scale, *_):
+    required(x, x_scale, weight, weight_scale)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("linear_gated_residual_fp8"))
+def _linear_gated_residual_fp8_fake(residual, x, x_scale, weight, weight_scale, *_):
+    required(x, x_scale, weight, weight_scale)
+    return residual.new_empty(residual.shape)
