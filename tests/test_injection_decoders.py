@@ -425,8 +425,14 @@ def test_rotation_of_a_part(kernel, device, batch, change):
     """Of MiniMax-H3's attention: one launch of both norms, and one that rotates in place, of one sample."""
     small = MINIMAX_H3.model(device, BFLOAT16).decoder
     plain = nn.ModuleList([small.transformer_blocks[0].attn])
+    dtypes = set()  # of what the hook is given, in either model
+
+    def hook(module, args, out):
+        dtypes.add((args[0].dtype, out.dtype))
+        return out * 1.5
+
     if change == "hook":
-        plain[0].norm_q.register_forward_hook(lambda module, args, out: out * 1.5)
+        plain[0].norm_q.register_forward_hook(hook)
     elif change == "norm":
         plain[0].norm_q = nn.LayerNorm(64, elementwise_affine=False)
     model, plain, _ = injected(kernel, plain)
@@ -444,6 +450,8 @@ def test_rotation_of_a_part(kernel, device, batch, change):
     calls = ltx_models.kernel_calls(lambda: forward(model, make_arguments(BFLOAT16, 0)))
     assert calls["attention"] == 1
     assert ("qk_norm_rope_out" in calls) == (change is None and batch == 1)
+    forward(plain, make_arguments(BFLOAT16, 0))
+    assert len(dtypes) == (change == "hook")
     assert_as_close_as_eager(model, plain, make_arguments, 8, forward)
 
 

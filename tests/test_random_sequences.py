@@ -135,17 +135,22 @@ def own_results(capture):
 @pytest.mark.parametrize(
     ("owner", "name", "replacement", "message"),
     [
-        ("graph_capture.Capture", "_copy_out", own_results, "an output of an earlier call has"),
-        ("cuda_graphs.GraphedStandIn", "taken_out", lambda self: None, "1 graphs are alive"),
         (
-            *("cuda_graphs.GraphedStandIn", "_count", lambda self, reason: None),
+            "graphs.graph_capture.Capture",
+            "_copy_out",
+            own_results,
+            "an output of an earlier call has",
+        ),
+        ("graphs.cuda_graphs.GraphedStandIn", "taken_out", lambda self: None, "1 graphs are alive"),
+        (
+            *("graphs.cuda_graphs.GraphedStandIn", "_count", lambda self, reason: None),
             "4 calls, of which 3 are counted",
         ),
     ],
     ids=["results in the graph's memory", "graphs that outlive the kernels", "uncounted calls"],
 )
 def test_faults_of_graphs_are_found(kernel, device, monkeypatch, owner, name, replacement, message):
-    module, _, cls = owner.partition(".")
+    module, _, cls = owner.rpartition(".")
     monkeypatch.setattr(getattr(module_of(kernel, module), cls), name, replacement)
     with Twins("ltx", graphs=True, device=device) as twins:
         twins.inject(graphs=True)

@@ -19,7 +19,7 @@ from .core.checks import (
     replaced_function,
     why_unsupported,
 )
-from .core.forward_state import Family
+from .core.forward_state import COMPUTED_ONCE, Family
 from .core.patch import (
     INJECTION,
     UNKNOWN_FORWARD,
@@ -34,28 +34,8 @@ from .core.patch import (
 from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .decoders.blocks import DECODERS
 from .decoders.layers import DECODER_LAYERS
-from .families import (
-    chroma,
-    cogvideox,
-    cosmos,
-    flux,
-    flux2,
-    flux3,
-    hunyuan_video,
-    krea2,
-    ltx,
-    ltx2,
-    lumina2,
-    minimax_h3,
-    mochi,
-    qwenimage,
-    qwenimage21,
-    sd3,
-    stable_diffusion,
-    wan,
-    z_image,
-)
-from .families.stable_diffusion import BASIC_BLOCK, RESNET_BLOCK, SPATIAL_TRANSFORMER
+from .families import FAMILIES
+from .families import IN_PART as _IN_PART_OF_FAMILIES
 from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -73,12 +53,6 @@ from .quantized.precision import PRECISIONS, choose_layers, is_named, linear_lay
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
-_MODULES: tuple[Any, ...] = (
-    *(ltx, ltx2, wan, hunyuan_video, cogvideox, mochi),
-    *(flux, flux2, flux3, chroma, qwenimage, sd3, cosmos),
-    *(z_image, lumina2, krea2, qwenimage21, minimax_h3, stable_diffusion),
-)
-FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
@@ -320,7 +294,7 @@ def _plan(
     specs = _specs_in_part(model)
     if family is not None:
         if options["precision"] is not None:
-            plan.quantized.update(choose_layers(model, family.name, options, report))
+            plan.quantized.update(choose_layers(model, family.layers, options, report))
             report.quantized.extend(plan.quantized)
         specs = _specs_of_family(model, family, set(map(id, plan.quantized.values())))
     for module_name, module, spec in specs:
@@ -328,9 +302,9 @@ def _plan(
         for path in getattr(spec, "inner", ()):  # of a family's blocks
             _report_stranger(report, module_name, module, path, family)
     if family is not None:
-        for child, reason in family.left_alone.items():
+        for child in family.once:
             if isinstance(getattr(model, child, None), nn.Module):
-                report.leave(child, getattr(model, child), reason)
+                report.leave(child, getattr(model, child), COMPUTED_ONCE)
     elif not report.replaced and not report.left_alone:
         report.leave("", model, _NO_MODULE)
     in_part = IN_PART if report.replaced else NOT_AT_ALL
@@ -520,7 +494,7 @@ def family_of(module: nn.Module) -> Family | None:
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes
 # before or after it. A module's stand-in computes the same from the same arguments.
 _IN_PART: tuple[PatchSpec, ...] = (
-    *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, minimax_h3.VIDEO_ATTENTION),
+    *_IN_PART_OF_FAMILIES,
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,

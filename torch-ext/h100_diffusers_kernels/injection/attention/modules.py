@@ -523,6 +523,7 @@ def norm_and_rotate(
     key_rope: Any = None,
     config: Any = None,
     names: tuple[str, str] = _IMAGE[1],
+    norms_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
     that is given, too. With ``config``, the context parallelism of ``attend``, those of self-attention may be
@@ -530,7 +531,8 @@ def norm_and_rotate(
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
     ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``, the rotation included.
-    Without a rotation per head, query and key may have different lengths.
+    ``norms_in_float32``: see ``apply_norm``. Without a rotation per head, query and key may have different
+    lengths.
     """
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
@@ -568,7 +570,8 @@ def norm_and_rotate(
         query, key = (x.unflatten(2, (-1, head_dim)) for x in (query, key))
     if upcasts is Upcasts.TO_NEXT_LINEAR:
         query, key = query.float(), key.float()
-    query, key = apply_norm(call, module, names[0], query), apply_norm(call, module, names[1], key)
+    query = apply_norm(call, module, names[0], query, norms_in_float32)
+    key = apply_norm(call, module, names[1], key, norms_in_float32)
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
         how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
         query, key = operations.qk_norm_rope(query, key, norm="none", **how)
@@ -587,6 +590,7 @@ def norm_and_rotate_part(
     rope: Any,
     rotate: Callable[[Tensor, Any], Tensor],
     heads: int,
+    norms_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``norm_and_rotate`` per head, by tables (cos, sin), each (S, r), of the first r elements of each head,
     the two halves of which are pairs."""
@@ -605,7 +609,8 @@ def norm_and_rotate_part(
             how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
             operations.qk_norm_rope(q, k, rope=operand, **how)
             return query, key
-    return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, "half")
+    how = {"layout": "half", "norms_in_float32": norms_in_float32}
+    return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, **how)
 
 
 def project_out(module: Any, x: Tensor, source: Any = None) -> Any:

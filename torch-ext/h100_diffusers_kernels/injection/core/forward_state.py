@@ -6,7 +6,7 @@ inside the model's own forward, and only if neither block has hooks or wrappers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import is_
 from types import MappingProxyType
@@ -92,9 +92,11 @@ class ModelSpec(PatchSpec):
 
     Attributes:
         blocks: the paths of the lists, in the order of their calls.
+        plan: makes the model's plan of context parallelism, if diffusers has none; see ``parallel.plans``.
     """
 
     blocks: tuple[str, ...] = ()
+    plan: Callable[..., dict[str, Any]] | None = None
 
 
 def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +119,9 @@ def run_with_state(
         local.state = outer
 
 
-def model_spec(path: str, *blocks: str) -> ModelSpec:
+def model_spec(path: str, *blocks: str, plan: Any = None) -> ModelSpec:
     operations = "wrapped: its blocks share values within one forward"
-    return ModelSpec(path, forward_with_state, operations, blocks=blocks)
+    return ModelSpec(path, forward_with_state, operations, blocks=blocks, plan=plan)
 
 
 COMPUTED_ONCE = "runs once per forward, on the model's own code"
@@ -131,13 +133,15 @@ class Family(NamedTuple):
     Attributes:
         name: the public name.
         specs: the kinds of modules whose forwards are replaced, including the models.
-        left_alone: names of modules of the model that are left alone, and why.
+        once: names of modules of the model that are left alone, because they run once per forward.
+        layers: the linear layers that ``precision=`` quantizes, a ``precision.Layers``.
         outside: specs of modules outside of the blocks, by name.
     """
 
     name: str
     specs: tuple[PatchSpec, ...]
-    left_alone: dict[str, str]
+    once: tuple[str, ...]
+    layers: Any
     outside: Mapping[str, PatchSpec] = MappingProxyType({})
 
     @property

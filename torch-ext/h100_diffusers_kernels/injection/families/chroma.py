@@ -24,7 +24,7 @@ from ..attention.modules import (
     flux_attention_spec,
     forward_with_tables,
 )
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.joint_blocks import (
@@ -38,6 +38,7 @@ from ..parts.joint_blocks import (
 )
 from ..parts.linears import LINEAR_GELU
 from ..parts.streams import adaptive_norm
+from ..quantized.precision import TWO_LISTS
 
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
 _FLUX = "diffusers.models.transformers.transformer_flux"
@@ -162,4 +163,5 @@ _ONCE = (
     *("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer"),
     *("norm_out", "proj_out"),
 )
-FAMILIES = (Family("Chroma", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = TWO_LISTS
+FAMILIES = (Family("Chroma", _SPECS, _ONCE, _LAYERS),)

@@ -27,7 +27,7 @@ from ..attention.modules import (
     project_out,
 )
 from ..core.checks import is_plain
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import (
@@ -55,6 +55,7 @@ from ..parts.streams import (
     take_over,
 )
 from ..quantized.fp8_linears import are_fp8
+from ..quantized.precision import ONE_LIST
 
 _MODELS = "diffusers.models.transformers."
 _COGVIDEOX = f"{_MODELS}cogvideox_transformer_3d"
@@ -220,4 +221,5 @@ _SPECS = (
     LINEAR_GELU,
 )
 _ONCE = ("patch_embed", "time_embedding", "ofs_embedding", "norm_final", "norm_out", "proj_out")
-FAMILIES = (Family("CogVideoX", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = ONE_LIST
+FAMILIES = (Family("CogVideoX", _SPECS, _ONCE, _LAYERS),)

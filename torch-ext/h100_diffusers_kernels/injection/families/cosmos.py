@@ -29,7 +29,7 @@ from ..attention.modules import (
     project_out,
     query_key_value,
 )
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import COSMOS_POSITIONS, TIMESTEPS
 from ..parts.linears import (
@@ -51,6 +51,7 @@ from ..parts.streams import (
     may_run_ahead,
     start,
 )
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _COSMOS = "diffusers.models.transformers.transformer_cosmos"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
@@ -181,4 +182,8 @@ _ONCE = (
     *("patch_embed", "patch_embed_base", "learnable_pos_embed", "time_embed", "crossattn_proj"),
     *("img_context_proj", "proj_out"),
 )
-FAMILIES = (Family("Cosmos", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), COSMOS_OUTPUT_NORM),)
+_LAYERS = Layers(
+    ("transformer_blocks", "control_blocks"),
+    (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS, "*attn*.[qkv]_img"),
+)
+FAMILIES = (Family("Cosmos", _SPECS, _ONCE, _LAYERS, COSMOS_OUTPUT_NORM),)

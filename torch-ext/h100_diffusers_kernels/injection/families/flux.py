@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import flux_attention_spec
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.joint_blocks import (
@@ -32,6 +32,7 @@ from ..parts.joint_blocks import (
 )
 from ..parts.linears import LINEAR_GELU
 from ..parts.norm_modules import OUTPUT_NORM
+from ..quantized.precision import TWO_LISTS
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
@@ -86,4 +87,5 @@ _SPECS = (
     LINEAR_GELU,
 )
 _ONCE = ("x_embedder", "context_embedder", "time_text_embed", "proj_out")
-FAMILIES = (Family("FLUX.1", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)
+_LAYERS = TWO_LISTS
+FAMILIES = (Family("FLUX.1", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)

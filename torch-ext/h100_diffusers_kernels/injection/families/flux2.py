@@ -27,7 +27,7 @@ from ..attention.modules import (
     norm_and_rotate,
 )
 from ..core.checks import is_plain
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
 from ..parts.embeddings import TIMESTEPS, axial_positions
@@ -54,6 +54,7 @@ from ..parts.streams import (
     start,
 )
 from ..quantized.fp8_linears import computed
+from ..quantized.precision import ATTENTION_LAYERS, TWO_LISTS
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
@@ -215,4 +216,7 @@ _ONCE = (
     *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
     "proj_out",
 )
-FAMILIES = (Family("FLUX.2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)
+_LAYERS = TWO_LISTS._replace(
+    layers=(*ATTENTION_LAYERS, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*")
+)
+FAMILIES = (Family("FLUX.2", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)

@@ -24,7 +24,7 @@ from ..attention.modules import (
     project_out,
     query_key_value,
 )
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.linears import (
@@ -39,6 +39,7 @@ from ..parts.linears import (
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, Rows, concat_streams, end, plain_norm, start
+from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
 
@@ -172,4 +173,8 @@ _ONCE = (
     *("timestep_embedder", "target_timestep_embedder", "x_embedders", "context_embedder"),
     "proj_out",
 )
-FAMILIES = (Family("FLUX.3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = Layers(
+    ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
+    (*ATTENTION_LAYERS, "*ff*.linear_*"),
+)
+FAMILIES = (Family("FLUX.3", _SPECS, _ONCE, _LAYERS),)

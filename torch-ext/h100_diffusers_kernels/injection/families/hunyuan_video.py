@@ -34,7 +34,7 @@ from ..attention.modules import (
     project_out,
     project_text_out,
 )
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parallel.exchange import mask_of_rank
 from ..parts.embeddings import TIMESTEPS
@@ -61,6 +61,7 @@ from ..parts.streams import (
     concat_streams,
     linear_of_silu,
 )
+from ..quantized.precision import ONE_LIST, TWO_LISTS, Layers
 
 _MODELS = "diffusers.models.transformers.transformer_"
 
@@ -377,7 +378,13 @@ _ONCE = (
 
 
 def _family(
-    name: str, library: str, prefix: str, processor: str, *specs: PatchSpec, **how: Any
+    name: str,
+    library: str,
+    prefix: str,
+    processor: str,
+    *specs: PatchSpec,
+    layers: Layers = TWO_LISTS,
+    **how: Any,
 ) -> Family:
     """``prefix``: of the names of the blocks' classes. ``how``: see ``_attention_forward``."""
     path = f"{_MODELS}{library}:{prefix}"
@@ -402,7 +409,8 @@ def _family(
             TIMESTEPS,
             LINEAR_GELU,
         ),
-        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+        _ONCE,
+        layers,
         OUTPUT_NORM,
     )
 
@@ -427,6 +435,7 @@ FAMILIES = (
         "HunyuanVideo15",
         "HunyuanVideo15AttnProcessor2_0",
         model_spec(f"{_MODELS}{_V15}:HunyuanVideo15Transformer3DModel", _LISTS[0]),
+        layers=ONE_LIST,
         masks_text=True,
     ),
     _family(

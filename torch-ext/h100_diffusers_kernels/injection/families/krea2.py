@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, query_key_value
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.embeddings import axial_positions
 from ..parts.linears import (
@@ -36,6 +36,7 @@ from ..parts.linears import (
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, end, plain_norm, start, table_norm
+from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
@@ -149,4 +150,7 @@ _SPECS = (
     axial_positions(f"{_KREA2}:Krea2RotaryPosEmbed"),
 )
 _ONCE = ("img_in", "time_embed", "time_mod_proj", "txt_in")
-FAMILIES = (Family("Krea 2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = ONE_LIST._replace(
+    layers=(*ATTENTION_LAYERS, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
+)
+FAMILIES = (Family("Krea 2", _SPECS, _ONCE, _LAYERS),)

@@ -44,6 +44,7 @@ from ..parts.linears import (
 )
 from ..parts.rotary import CoordinateTables
 from ..parts.streams import BlockSpec, end, start, table_norm
+from ..quantized.precision import ONE_LIST
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
 
@@ -183,9 +184,7 @@ _SPECS = (
     TIMESTEPS,
     LINEAR_GELU,
 )
-_PRODUCTS = "matmuls, which stay PyTorch's"
-_LEFT_ALONE = {
-    **dict.fromkeys(("proj_in", "time_embed", "caption_projection", "proj_out"), _PRODUCTS),
-    "norm_out": "its modulation is part of the model's forward",
-}
-FAMILIES = (Family("LTX-Video", _SPECS, _LEFT_ALONE),)
+_ONCE = ("proj_in", "time_embed", "caption_projection", "norm_out", "proj_out")
+# As in Lightricks' FP8 checkpoint of LTX-2.
+_LAYERS = ONE_LIST._replace(ends=2)
+FAMILIES = (Family("LTX-Video", _SPECS, _ONCE, _LAYERS),)

@@ -37,7 +37,7 @@ from ..attention.modules import (
     query_key_value,
 )
 from ..core.cache import cached
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parallel.exchange import rank_and_size
 from ..parts.embeddings import TIMESTEPS
@@ -51,6 +51,7 @@ from ..parts.linears import (
 )
 from ..parts.rotary import CoordinateTables, part_of_tables
 from ..parts.streams import BlockSpec, Stream, end, plain_norm, start, table_rows
+from ..quantized.precision import ONE_LIST
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
@@ -356,4 +357,6 @@ _ONCE = (
     *("av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift"),
     *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate", "proj_out", "audio_proj_out"),
 )
-FAMILIES = (Family("LTX-2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+# As in Lightricks' FP8 checkpoint.
+_LAYERS = ONE_LIST._replace(ends=2)
+FAMILIES = (Family("LTX-2", _SPECS, _ONCE, _LAYERS),)

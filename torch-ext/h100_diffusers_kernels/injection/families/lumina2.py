@@ -30,7 +30,7 @@ from ..attention.modules import (
     query_key_value,
 )
 from ..core.checks import KnownClass, is_plain, why_not_plain
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, Injection, PatchSpec
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS
@@ -44,6 +44,7 @@ from ..parts.streams import (
     read_adaptive,
     start,
 )
+from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
@@ -164,4 +165,7 @@ _SPECS = (
     TIMESTEPS,
 )
 _ONCE = ("x_embedder", "time_caption_embed", "rope_embedder", "norm_out")
-FAMILIES = (Family("Lumina 2", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = Layers(
+    ("layers",), (*ATTENTION_LAYERS, "feed_forward.linear_*"), fast_blocks=("noise_refiner",)
+)
+FAMILIES = (Family("Lumina 2", _SPECS, _ONCE, _LAYERS),)

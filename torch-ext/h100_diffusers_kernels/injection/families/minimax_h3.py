@@ -31,7 +31,7 @@ from ..attention.modules import (
     query_key_value,
 )
 from ..core.checks import KnownClass, is_plain
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS, add_feed_forwards
@@ -53,6 +53,7 @@ from ..parts.streams import (
     start,
 )
 from ..quantized.fp8_linears import LINEAR, are_fp8
+from ..quantized.precision import ONE_LIST
 
 _MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
 _MODULATION = KnownClass(f"{_MINIMAX}:MiniMaxH3AdaLayerNormModulation")
@@ -123,6 +124,8 @@ def _attention_forward(
     hidden_states: Tensor,
     rotary_emb: Any = None,
     attention_mask: Tensor | None = None,
+    *,
+    norms_in_float32: bool = False,
 ) -> Tensor:
     x, heads = hidden_states, self.heads
     if not inputs_taken(x):
@@ -134,9 +137,11 @@ def _attention_forward(
         query, key, value = query_key_value(self, x, None, config=config)
     operands = (call, self, query, key, rotary_emb, _rotated(call))
     if rotary_emb is None:
-        query, key = norm_and_rotate(*operands, "per_head", heads)
+        query, key = norm_and_rotate(
+            *operands, "per_head", heads, norms_in_float32=norms_in_float32
+        )
     else:
-        query, key = norm_and_rotate_part(*operands, heads)
+        query, key = norm_and_rotate_part(*operands, heads, norms_in_float32)
     options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
     return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
 
@@ -159,7 +164,7 @@ def _video_attention_forward(
     """Of the autoencoder's decoder, whose tables are (B, S, 1, r)."""
     if rotary_emb is not None and rotary_emb[0].shape[0] == 1:
         rotary_emb = tuple([t[0, :, 0] for t in rotary_emb])
-    return _attention_forward(self, call, hidden_states, rotary_emb)
+    return _attention_forward(self, call, hidden_states, rotary_emb, norms_in_float32=True)
 
 
 def _output_norm_forward(
@@ -205,7 +210,7 @@ _SPECS = (
     GATED_ACTIVATIONS[1],
 )
 # Of the autoencoder, which has no family.
-VIDEO_ATTENTION = AttentionSpec(
+_VIDEO_ATTENTION = AttentionSpec(
     "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
     _video_attention_forward,
     "qk_norm_rope",
@@ -215,4 +220,6 @@ _ONCE = (
     *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
     *("proj_out", "audio_proj_out"),
 )
-FAMILIES = (Family("MiniMax-H3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = ONE_LIST
+IN_PART = (_VIDEO_ATTENTION,)
+FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, _LAYERS),)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend_jointly, project, project_out
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import (
@@ -47,6 +47,7 @@ from ..parts.streams import (
     linear_of_silu,
     start,
 )
+from ..quantized.precision import ONE_LIST
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
 _NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_context"))
@@ -197,4 +198,5 @@ _SPECS = (
     TIMESTEPS,
 )
 _ONCE = ("patch_embed", "time_embed", "rope", "proj_out")
-FAMILIES = (Family("Mochi", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)
+_LAYERS = ONE_LIST
+FAMILIES = (Family("Mochi", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)

@@ -23,7 +23,7 @@ from ..attention.modules import (
     project_text_out,
 )
 from ..core.checks import why_replaced
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
@@ -31,6 +31,7 @@ from ..parts.linears import LINEAR_GELU, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import ChosenRows, clip_to_float16
 from ..parts.streams import BlockSpec, linear_modulation, plain_norm
+from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
@@ -161,4 +162,5 @@ _SPECS = (
     LINEAR_GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "txt_norm", "img_in", "txt_in", "proj_out")
-FAMILIES = (Family("Qwen-Image", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)
+_LAYERS = ONE_LIST._replace(layers=(*ATTENTION_LAYERS, "*_mlp.net.0.proj", "*_mlp.net.2"), ends=2)
+FAMILIES = (Family("Qwen-Image", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)

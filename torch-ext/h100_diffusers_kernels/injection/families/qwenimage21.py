@@ -23,7 +23,7 @@ from torch import Tensor
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
 from ..core.checks import why_replaced
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken, linear, why_not_silu
@@ -34,6 +34,7 @@ from ..parts.norms import (
     clip_to_float16,
 )
 from ..parts.streams import BlockSpec, end, plain_norm, start
+from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage21"
 _BLOCK_CLASS = f"{_QWEN}:QwenImage21TransformerBlock"
@@ -240,4 +241,7 @@ _SPECS = (
     ),
 )
 _ONCE = ("pos_embed", "time_text_embed", "txt_in", "img_in", "modulation", "proj_out")
-FAMILIES = (Family("Qwen-Image 2.1", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE)),)
+_LAYERS = ONE_LIST._replace(
+    layers=(*ATTENTION_LAYERS, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"), ends=2
+)
+FAMILIES = (Family("Qwen-Image 2.1", _SPECS, _ONCE, _LAYERS),)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend_jointly, attend_to_all, project, project_out
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import DOUBLE_NORMS, IMAGE_READERS, TEXT_READERS, add_feed_forwards
@@ -35,6 +35,7 @@ from ..parts.streams import (
     end,
     start,
 )
+from ..quantized.precision import ONE_LIST
 
 _SD3 = "diffusers.models.transformers.transformer_sd3"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
@@ -163,4 +164,5 @@ _SPECS = (
     LINEAR_GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
-FAMILIES = (Family("Stable Diffusion 3", _SPECS, dict.fromkeys(_ONCE, COMPUTED_ONCE), OUTPUT_NORM),)
+_LAYERS = ONE_LIST
+FAMILIES = (Family("Stable Diffusion 3", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)

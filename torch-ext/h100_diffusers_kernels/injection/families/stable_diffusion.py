@@ -32,7 +32,6 @@ from ...operations.conditions import is_plain as is_plain_tensor
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
 from ..core.checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
 from ..core.forward_state import (
-    COMPUTED_ONCE,
     Family,
     forward_with_state,
     model_spec,
@@ -54,6 +53,7 @@ from ..parts.linears import (
 )
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
 from ..parts.streams import BlockSpec, Stream, end, plain_norm, start
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -363,6 +363,15 @@ _ONCE = (
     *("conv_in", "time_embedding", "class_embedding", "add_embedding", "encoder_hid_proj"),
     *("time_embed_act", "controlnet_cond_embedding", "conv_act", "conv_out"),
 )
+_LAYERS = Layers(
+    tuple(
+        f"{blocks}.*attentions.*.transformer_blocks"
+        for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
+    ),
+    (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS),
+)
+# Of models without a family, too.
+IN_PART = (RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK)
 FAMILIES = (
     Family(
         "Stable Diffusion",
@@ -373,6 +382,7 @@ FAMILIES = (
             *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
             *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
         ),
-        dict.fromkeys(_ONCE, COMPUTED_ONCE),
+        _ONCE,
+        _LAYERS,
     ),
 )

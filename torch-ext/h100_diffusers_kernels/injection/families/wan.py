@@ -29,7 +29,7 @@ from ..attention.modules import (
     project_out,
     query_key_value,
 )
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..core.quantized_rows import as_tensor
 from ..parts.embeddings import TIMESTEPS
@@ -44,6 +44,7 @@ from ..parts.linears import (
 )
 from ..parts.norms import Upcasts, apply_norm
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
@@ -215,8 +216,18 @@ def _attention(
 _ONCE = ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out")
 
 
+# With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
+_LAYERS = Layers(
+    ("blocks", "vace_blocks"),
+    FEED_FORWARD_LAYERS,
+    fast_only=ATTENTION_LAYERS,
+    ends=3,
+    fast_ends=3,
+)
+
+
 def _family(name: str, *specs: PatchSpec) -> Family:
-    return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), dict.fromkeys(_ONCE, COMPUTED_ONCE))
+    return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), _ONCE, _LAYERS)
 
 
 def _copy(name: str, module: str, model: str) -> Family:

@@ -30,7 +30,7 @@ from ..attention.modules import (
     query_key_value,
 )
 from ..core.checks import KnownFunction, why_replaced
-from ..core.forward_state import COMPUTED_ONCE, Family, model_spec
+from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts.linears import QUERY_KEY_VALUE, fp8_readers, gated_feed_forward, inputs_taken, linear
 from ..parts.streams import (
@@ -42,6 +42,7 @@ from ..parts.streams import (
     plain_norm,
     start,
 )
+from ..quantized.precision import Layers
 
 _MODEL = "diffusers.models.transformers.transformer_z_image"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_z_image"
@@ -219,5 +220,11 @@ _SPECS = (
     *_of(_CONTROLNET),
 )
 _EMBEDDERS = ("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder")
-_ONCE = dict.fromkeys((*_EMBEDDERS, "all_final_layer"), COMPUTED_ONCE)
-FAMILIES = (Family("Z-Image", _SPECS, _ONCE),)
+_ONCE = (*_EMBEDDERS, "all_final_layer")
+# With modulations and embedders in FP8, too, images were reported to be noise.
+_LAYERS = Layers(
+    ("layers", "control_layers"),
+    ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
+    fast_blocks=("noise_refiner", "control_noise_refiner"),
+)
+FAMILIES = (Family("Z-Image", _SPECS, _ONCE, _LAYERS),)

@@ -164,8 +164,9 @@ def known_norm(call: Call, owner: Any, name: str, size: int, upcasts: Any) -> No
     return None
 
 
-def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
-    """``owner.name(x)``; x if there is no such norm."""
+def apply_norm(call: Call, owner: Any, name: str, x: Tensor, in_float32: bool = False) -> Tensor:
+    """``owner.name(x)``; x if there is no such norm. ``in_float32``: whether the model calls the module in
+    float32 and rounds its result."""
     module = owner._modules.get(name)
     if module is None:
         return x
@@ -175,7 +176,7 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor) -> Tensor:
     elif same_dtype_and_unit_stride(x, *norm[1]):
         kind, affine, eps = norm
         return NORM_OPERATIONS[kind, 0](x, *affine, eps)
-    return module(x)
+    return module(x.float()).to(x.dtype) if in_float32 else module(x)
 
 
 def _operands(

@@ -1,4 +1,4 @@
-"""Which linear layers ``inject_kernels(precision=...)`` quantizes to FP8: a table of families."""
+"""Which linear layers ``inject_kernels(precision=...)`` quantizes to FP8."""
 
 from __future__ import annotations
 
@@ -54,79 +54,23 @@ class Layers(NamedTuple):
 
 
 # Parts of blocks. An attention's projections may be fused by diffusers' fuse_qkv_projections.
-_ATTENTION = (
+ATTENTION_LAYERS = (
     *("*attn*.to_[qkv]", "*attn*.to_qkv", "*attn*.to_kv", "*attn*.to_out.0"),
     *("*attn*.add_[qkv]_proj", "*attn*.to_added_qkv", "*attn*.to_added_kv", "*attn*.to_add_out"),
 )
-_FEED_FORWARD = ("*ff*.net.0.proj", "*ff*.net.2")
-_TWO_LISTS = ("transformer_blocks", "single_transformer_blocks")
-
+FEED_FORWARD_LAYERS = ("*ff*.net.0.proj", "*ff*.net.2")
 # torchao's and SGLang's recipes quantize all but embedders, modulations and outputs. NVIDIA Model Optimizer
-# has filters for FLUX, SD 3, SDXL, Wan and Qwen-Image; of the last two it leaves blocks at each end.
-_FLUX = Layers(_TWO_LISTS, (*_ATTENTION, *_FEED_FORWARD, "proj_mlp", "proj_out"))
-# With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
-_WAN = Layers(("blocks", "vace_blocks"), _FEED_FORWARD, fast_only=_ATTENTION, ends=3, fast_ends=3)
-_ONE_LIST = Layers(("transformer_blocks",), (*_ATTENTION, *_FEED_FORWARD))
-_LTX = _ONE_LIST._replace(ends=2)  # as in Lightricks' FP8 checkpoint of LTX-2
-
-# By the family's name. Blocks that only refine the text are left: they take little time.
-LAYERS: dict[str, Layers] = {
-    "LTX-Video": _LTX,
-    "LTX-2": _LTX,
-    "Wan": _WAN,
-    "Wan-Animate": _WAN,
-    "ChronoEdit": _WAN,
-    "SkyReels-V2": _WAN,
-    "HunyuanVideo": _FLUX,
-    "HunyuanVideo 1.5": _ONE_LIST,
-    "HunyuanImage": _FLUX,
-    "CogVideoX": _ONE_LIST,
-    "Mochi": _ONE_LIST,
-    "FLUX.1": _FLUX,
-    "FLUX.2": _FLUX._replace(
-        layers=(*_ATTENTION, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*")
-    ),
-    "FLUX.3": Layers(
-        ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
-        (*_ATTENTION, "*ff*.linear_*"),
-    ),
-    "Chroma": _FLUX,
-    "Qwen-Image": _ONE_LIST._replace(
-        layers=(*_ATTENTION, "*_mlp.net.0.proj", "*_mlp.net.2"), ends=2
-    ),
-    "Qwen-Image 2.1": _ONE_LIST._replace(
-        layers=(*_ATTENTION, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"), ends=2
-    ),
-    "Stable Diffusion 3": _ONE_LIST,
-    "Cosmos": _ONE_LIST._replace(
-        blocks=("transformer_blocks", "control_blocks"),
-        layers=(*_ATTENTION, *_FEED_FORWARD, "*attn*.[qkv]_img"),
-    ),
-    # With modulations and embedders in FP8, too, images were reported to be noise.
-    "Z-Image": Layers(
-        ("layers", "control_layers"),
-        ("attention.to_[qkv]", "attention.to_out.0", "feed_forward.w[123]"),
-        fast_blocks=("noise_refiner", "control_noise_refiner"),
-    ),
-    "Lumina 2": Layers(
-        ("layers",), (*_ATTENTION, "feed_forward.linear_*"), fast_blocks=("noise_refiner",)
-    ),
-    "Krea 2": _ONE_LIST._replace(
-        layers=(*_ATTENTION, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
-    ),
-    "MiniMax-H3": _ONE_LIST,
-    "Stable Diffusion": Layers(
-        tuple(
-            f"{blocks}.*attentions.*.transformer_blocks"
-            for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
-        ),
-        (*_ATTENTION, *_FEED_FORWARD),
-    ),
-}
+# has filters for FLUX, SD 3, SDXL, Wan and Qwen-Image; of the last two it leaves blocks at each end. Blocks
+# that only refine the text are left: they take little time.
+ONE_LIST = Layers(("transformer_blocks",), (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS))
+TWO_LISTS = Layers(
+    ("transformer_blocks", "single_transformer_blocks"),
+    (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS, "proj_mlp", "proj_out"),
+)
 
 
 def choose_layers(
-    model: nn.Module, family: str, options: dict[str, Any], report: InjectionReport
+    model: nn.Module, table: Layers, options: dict[str, Any], report: InjectionReport
 ) -> dict[str, nn.Linear]:
     """The layers to quantize, by name. The report says why the others are left.
 
@@ -134,7 +78,7 @@ def choose_layers(
         ValueError: if weights are in another dtype, or on disk.
     """
     precision, keep = options["precision"], options["keep"]
-    table, prefix = LAYERS[family], report.model_name
+    prefix = report.model_name
     if is_offloaded_to_disk(model):
         raise ValueError(
             f"inject_kernels: precision={precision!r} needs weights in memory, "
