@@ -299,7 +299,7 @@ def _plan(
         specs = _specs_of_family(model, family, set(map(id, plan.quantized.values())))
     for module_name, module, spec in specs:
         stand_ins += _stand_ins(module_name, module, spec, injection)
-        for path in getattr(spec, "inner", ()):  # of a family's blocks
+        for path in () if family is None else spec.inner(module):
             _report_stranger(report, module_name, module, path, family)
     if family is not None:
         for child in family.once:

@@ -109,6 +109,10 @@ class PatchSpec:
     def describe(self, module: nn.Module, injection: Injection) -> str:
         return self.operations
 
+    def inner(self, module: nn.Module) -> Iterable[str]:
+        """The paths of its parts that are expected to have a stand-in."""
+        return ()
+
 
 @dataclass(frozen=True, eq=False)
 class ExactSpec(PatchSpec):

@@ -197,9 +197,6 @@ def _attention_forward(
 _BLOCK = partial(
     BlockSpec,
     forward=_block_forward,
-    operations="layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-    adaptive_norms=("norm1", "norm2"),
-    inner=("attn1", "ff.net.0"),
 )
 _SPECS = (
     model_spec(f"{_COGVIDEOX}:CogVideoXTransformer3DModel", "transformer_blocks"),

@@ -164,9 +164,6 @@ _SPECS = (
     BlockSpec(
         f"{_COSMOS}:CosmosTransformerBlock",
         _block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        adaptive_norms=("norm1", "norm2", "norm3"),
-        inner=("attn1", "attn2", "ff.net.0"),
     ),
     *(
         AttentionSpec(

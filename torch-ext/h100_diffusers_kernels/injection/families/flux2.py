@@ -192,16 +192,10 @@ _SPECS = (
     BlockSpec(
         f"{_FLUX2}:Flux2TransformerBlock",
         _double_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm1", "norm1_context", "norm2", "norm2_context"),
-        inner=("attn", "ff.act_fn", "ff_context.act_fn"),
     ),
     BlockSpec(
         f"{_FLUX2}:Flux2SingleTransformerBlock",
         _single_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm",),
-        inner=("attn",),
     ),
     flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
     AttentionSpec(

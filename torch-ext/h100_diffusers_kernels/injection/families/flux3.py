@@ -150,9 +150,6 @@ def _block(name: str, forward: Any) -> BlockSpec:
     return BlockSpec(
         f"{_FLUX3}:{name}",
         forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm",),
-        inner=("attn", "ff.act_fn"),
     )
 
 

@@ -402,8 +402,6 @@ def _family(
             BlockSpec(
                 f"{path}IndividualTokenRefinerBlock",
                 _refiner_block_forward,
-                "layer_norm, gated_residual_layer_norm, gated_residual",
-                norms=("norm1", "norm2"),
             ),
             _joint_attention(f"{_MODELS}{library}:{processor}", **how),
             TIMESTEPS,

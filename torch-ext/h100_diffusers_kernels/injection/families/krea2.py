@@ -131,9 +131,7 @@ _OPERATIONS = "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residu
 _block = partial(
     BlockSpec,
     operations=_OPERATIONS,
-    norms=("norm1", "norm2"),
     upcasts=Upcasts.IN_NORMS,
-    inner=("attn", "ff"),
 )
 _SPECS = (
     model_spec(

@@ -171,9 +171,6 @@ _SPECS = (
     BlockSpec(
         f"{_LTX}:LTXVideoTransformerBlock",
         _block_forward,
-        "rms_norm_modulate, gated_residual, gated_residual_rms_norm_modulate",
-        norms=("norm1", "norm2"),
-        inner=("attn1", "attn2", "ff.net.0"),
     ),
     AttentionSpec(
         f"{_LTX}:LTXAttention",

@@ -337,15 +337,6 @@ _SPECS = (
     BlockSpec(
         f"{_LTX2}:LTX2VideoTransformerBlock",
         _block_forward,
-        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
-        norms=tuple(f"{stream}norm{i}" for stream in (_VIDEO, _AUDIO) for i in (1, 2, 3))
-        + ("audio_to_video_norm", "video_to_audio_norm"),
-        inner=tuple(
-            f"{stream}{part}"
-            for stream in (_VIDEO, _AUDIO)
-            for part in ("attn1", "attn2", "ff.net.0")
-        )
-        + ("audio_to_video_attn", "video_to_audio_attn"),
     ),
     _ATTENTION,
     TIMESTEPS,

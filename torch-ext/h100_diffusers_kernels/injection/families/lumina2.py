@@ -14,11 +14,10 @@ lengths, has the valid tokens first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import (
@@ -31,24 +30,21 @@ from ..attention.modules import (
 )
 from ..core.checks import KnownClass, is_plain, why_not_plain
 from ..core.forward_state import Family, model_spec
-from ..core.patch import Call, Injection, PatchSpec
+from ..core.patch import Call, PatchSpec
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken
-from ..parts.norms import norm_notes, read_norm
 from ..parts.streams import (
     BlockSpec,
     adaptive_norm,
     end,
     plain_norm,
-    read_adaptive,
     start,
 )
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
-_NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
 
 
 _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
@@ -126,25 +122,12 @@ def _why_not_feed_forward(module: Any) -> str | None:
     return None if is_plain(silu, _SILU) else f"its activation {why_not_plain(silu, _SILU)}"
 
 
-@dataclass(frozen=True, eq=False)
-class _Block(BlockSpec):
-    """A block, in which ``norm1`` is adaptive or, if it has no modulation, plain."""
-
-    def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        norm, notes = module._modules.get("norm1"), norm_notes(module, self.norms)
-        found: Any = read_adaptive(norm) if module.modulation else read_norm(norm)
-        return [*notes, f"norm1 {found}"] if isinstance(found, str) else notes
-
-
 _LISTS = ("context_refiner", "noise_refiner", "layers")
 _SPECS = (
     model_spec(f"{_MODEL}:Lumina2Transformer2DModel", *_LISTS),
-    _Block(
+    BlockSpec(
         f"{_MODEL}:Lumina2TransformerBlock",
         _block_forward,
-        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
-        norms=_NORMS,
-        inner=("attn", "feed_forward"),
     ),
     AttentionSpec(
         "diffusers.models.attention_processor:Attention",

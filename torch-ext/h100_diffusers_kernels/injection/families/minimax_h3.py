@@ -187,17 +187,11 @@ _SPECS = (
     BlockSpec(
         f"{_MINIMAX}:MiniMaxH3TransformerBlock",
         _block_forward,
-        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
         functions=("torch.nn.functional:silu",),
-        norms=("norm1", "norm2"),
-        inner=("attn", "ff.net.0"),
     ),
     BlockSpec(
         f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock",
         _text_block_forward,
-        "rms_norm, gated_residual_rms_norm_modulate, gated_residual",
-        norms=("norm1", "norm2"),
-        inner=("attn", "ff.net.0"),
     ),
     AttentionSpec(
         f"{_MINIMAX}:MiniMaxH3Attention",

@@ -178,10 +178,7 @@ _SPECS = (
     BlockSpec(
         f"{_MODEL}:MochiTransformerBlock",
         _block_forward,
-        "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
         condition=_why_not_block,
-        adaptive_norms=("norm1", "norm1_context"),
-        inner=("attn1", "ff.net.0", "ff_context.net.0"),
         upcasts=Upcasts.TO_NEXT_LINEAR,
     ),
     AttentionSpec(

@@ -143,11 +143,8 @@ _SPECS = (
     BlockSpec(
         _BLOCK_CLASS,
         _block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate",),
         condition=partial(why_replaced, name="_modulate"),
-        norms=("img_norm1", "img_norm2", "txt_norm1", "txt_norm2"),
-        inner=("attn", "img_mlp.net.0", "txt_mlp.net.0"),
     ),
     AttentionSpec(
         "diffusers.models.attention_processor:Attention",

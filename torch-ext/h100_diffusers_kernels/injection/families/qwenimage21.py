@@ -209,11 +209,8 @@ _SPECS = (
     BlockSpec(
         _BLOCK_CLASS,
         _block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=(f"{_BLOCK_CLASS}._modulate", _SELECT_ROWS),
         condition=partial(why_replaced, name="_modulate"),
-        norms=("img_norm1", "img_norm2"),
-        inner=("attn", "img_mlp"),
     ),
     AttentionSpec(
         f"{_QWEN}:QwenImage21Attention",

@@ -137,18 +137,10 @@ _SPECS = (
     BlockSpec(
         f"{_BLOCKS}:JointTransformerBlock",
         _block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm2", "norm2_context"),
-        adaptive_norms=("norm1", "norm1_context"),
-        inner=("attn", "attn2", "ff.net.0", "ff_context.net.0"),
     ),
     BlockSpec(
         f"{_SD3}:SD3SingleTransformerBlock",
         _single_block_forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
-        norms=("norm2",),
-        adaptive_norms=("norm1",),
-        inner=("attn", "ff.net.0"),
     ),
     AttentionSpec(
         f"{_ATTENTIONS}:Attention",

@@ -258,10 +258,8 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
 BASIC_BLOCK = _BasicBlockSpec(
     "diffusers.models.attention:BasicTransformerBlock",
     _block_forward,
-    "layer_norm, gated_residual_layer_norm_modulate, gated_residual",
     left_to_compiler=True,
     condition=lambda self: None if self._chunk_size is None else "its feed-forward is chunked",
-    norms=("norm1", "norm2", "norm3"),
 )
 
 

@@ -192,12 +192,9 @@ def _block(
     return BlockSpec(
         path,
         forward,
-        "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual",
         functions=functions,
         parameters=parameters,
-        norms=("norm1", "norm2", "norm3"),
         upcasts=Upcasts.TO_NEXT_LINEAR,
-        inner=("attn1", "attn2", "ffn.net.0"),
     )
 
 

@@ -184,9 +184,6 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
     """The specs of a file with these classes."""
     block: Callable[..., BlockSpec] = partial(
         BlockSpec,
-        operations="rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual",
-        norms=("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"),
-        inner=("attention", "feed_forward"),
     )
     return (
         block(f"{module}:ZImageTransformerBlock", _block_forward),

@@ -107,13 +107,8 @@ FLUX_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gate
 double_spec = partial(
     BlockSpec,
     operations=FLUX_OPERATIONS,
-    norms=("norm2", "norm2_context"),
-    adaptive_norms=("norm1", "norm1_context"),
-    inner=("attn", "ff.net.0", "ff_context.net.0"),
 )
 single_spec = partial(
     BlockSpec,
     operations=f"{FLUX_OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
-    adaptive_norms=("norm",),
-    inner=("attn",),
 )

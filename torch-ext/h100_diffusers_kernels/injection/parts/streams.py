@@ -7,7 +7,8 @@ between the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, NamedTuple
@@ -34,7 +35,6 @@ from .norms import (
     Upcasts,
     gated_residual,
     norm_modulate,
-    norm_notes,
     read_norm,
     residual_norm,
     scale_and_shift,
@@ -348,6 +348,11 @@ _ADAPTIVE = (
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
+def is_adaptive(module: Any) -> bool:
+    """Whether a norm has the class of a known adaptive norm."""
+    return any(type(module) is known.cls for known, *_ in _ADAPTIVE)
+
+
 def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
@@ -508,24 +513,44 @@ def table_rows(table: Tensor, embedding: Tensor) -> Rows:
 # The report
 
 
+# The names of a block's attentions and feed-forwards.
+_INNER = re.compile(r"(?!proj_|act_).*(attn\d?|attention|ffn?|mlp|feed_forward)(_context)?")
+
+
 @dataclass(frozen=True, eq=False)
 class BlockSpec(PatchSpec):
     """A transformer block.
 
     Attributes:
-        norms: the names of its norms; a block may lack some.
-        adaptive_norms: the names of norms that compute their modulation themselves.
         upcasts: how far the model's own code computes in float32; see ``norms.Upcasts``.
-        inner: paths of modules with their own stand-in.
     """
 
-    norms: tuple[str, ...] = ()
-    adaptive_norms: tuple[str, ...] = ()
+    operations: str = ""
     upcasts: Upcasts = Upcasts.NOWHERE
-    inner: tuple[str, ...] = ()
+
+    def _norms(self, block: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Each norm of a block: its name, and its parameters or why the kernels cannot replace it."""
+        for name, child in block._modules.items():
+            if child is not None and "norm" in name and name != "norm_out":
+                found: Any = read_adaptive(child)
+                if isinstance(found, str):
+                    norm = read_norm(child, upcasts=self.upcasts)
+                    found = found if is_adaptive(child) else norm
+                yield name, found
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
-        modules = module._modules
-        adaptive = [(name, read_adaptive(modules.get(name))) for name in self.adaptive_norms]
-        notes = [f"{name} {found}" for name, found in adaptive if isinstance(found, str)]
-        return norm_notes(module, self.norms, self.upcasts) + notes
+        return [f"{name} {norm}" for name, norm in self._norms(module) if isinstance(norm, str)]
+
+    def describe(self, module: nn.Module, injection: Injection) -> str:
+        norms = [norm for _, norm in self._norms(module) if not isinstance(norm, str)]
+        if self.operations or not norms:
+            return self.operations or "gated_residual"
+        kind = norms[0][2][0] if isinstance(norms[0][0], int) else norms[0][0]
+        return f"{kind}_norm_modulate, gated_residual_{kind}_norm_modulate, gated_residual"
+
+    def inner(self, module: nn.Module) -> Iterator[str]:
+        for name, child in module._modules.items():
+            if child is not None and _INNER.fullmatch(name):
+                activation = next((n for n in ("net", "act_fn") if n in child._modules), None)
+                last = {None: "", "net": ".net.0", "act_fn": ".act_fn"}[activation]
+                yield f"{name}{last}"

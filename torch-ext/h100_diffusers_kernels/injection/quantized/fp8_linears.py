@@ -2,11 +2,11 @@
 
 - torchao's ``Float8DynamicActivationFloat8WeightConfig`` replaces the weight of a plain ``torch.nn.Linear``
   by a tensor of its own, with a scale per row or one for all;
-- diffusers' ``BFLQuantizationConfig`` loads checkpoints of FLUX that are stored in FP8 into linear layers of
-  its own, with a scale per row.
+- diffusers' ``BFLQuantizationConfig`` loads FLUX's FP8 checkpoints into linear layers of its own, with a
+  scale per row.
 
-Both quantize the layer's input in each call. Here the input has a scale per row in all cases. torchao
-computes its other formats: quantized weights alone, blocks of 128 elements, bounded scales.
+Both quantize the layer's input in each call; here it always has a scale per row. torchao computes its other
+formats: quantized weights alone, blocks of 128 elements, bounded scales.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from ..core.patch import Call, ExactSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, quantized_rows
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
-_OF_DIFFUSERS = KnownClass(
-    "diffusers.quantizers.bfl.utils:BFLFP8RLinear", "torch.nn.functional:linear"
-)
+_BFL = "diffusers.quantizers.bfl.utils:BFLFP8RLinear"
+_BFL_LINEAR = KnownClass(_BFL, "torch.nn.functional:linear")
 _TORCHAO, _TENSOR = "torchao.quantization", "Float8Tensor"
 FP8_TENSOR = f"{_TORCHAO}:{_TENSOR}"
 _FP8 = torch.float8_e4m3fn
@@ -61,7 +60,7 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
         return None
     bias = parameters["bias"]
     if cls in PLAIN_TYPES:
-        if type(layer) is not _OF_DIFFUSERS.cls:
+        if type(layer) is not _BFL_LINEAR.cls:
             return None
         values, scale = weight, layer._buffers.get("weight_scale")
     elif cls is getattr(sys.modules.get(_TORCHAO), _TENSOR, None):
@@ -75,11 +74,7 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
     checked = stand_in.cached if type(stand_in) is StandIn else None
     ids = id(weight), id(scale), id(bias)
     if checked is None or checked[0]() is not values or checked[1:] != ids:
-        if values is not weight and not _has_known_format(weight):
-            return None
-        if not _are_operands(values, scale, bias, is_traced):
-            return None
-        if values is weight and values.shape[0] % _MULTIPLE:  # its own forward computes in 16 bits
+        if not _are_operands(weight, values, scale, bias, is_traced):
             return None
         if values is not weight and type(stand_in) is StandIn:
             stand_in.cached = (weakref.ref(values), *ids)
@@ -87,21 +82,23 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
 
 
 def _has_known_format(weight: Any) -> bool:
-    cls, how = type(weight), weight.act_quant_kwargs
+    """Whether torchao's tensor quantizes its layer's input as the kernels do."""
+    cls, of_input = type(weight), weight.act_quant_kwargs
     return (
         cls.tensor_data_names == ["qdata", "scale"]
         # Such as a later torchao's scale of the input.
         and all(getattr(weight, n) is None for n in getattr(cls, "optional_tensor_data_names", ()))
-        and how is not None
-        and how.float8_dtype is _FP8
-        and how.hp_value_lb is None
-        and how.hp_value_ub is None
-        and type(how.granularity).__name__ in ("PerTensor", "PerRow")
-        and getattr(how.granularity, "dim", -1) == -1
+        and of_input is not None
+        and of_input.float8_dtype is _FP8
+        and (of_input.hp_value_lb is None and of_input.hp_value_ub is None)
+        and type(of_input.granularity).__name__ in ("PerTensor", "PerRow")
+        and getattr(of_input.granularity, "dim", -1) == -1
     )
 
 
-def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
+def _are_operands(weight: Any, values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
+    if values is not weight and not _has_known_format(weight):
+        return False
     shape = values.shape
     return (
         values.dtype is _FP8
@@ -110,17 +107,13 @@ def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
         and (is_plain(values) and is_plain(scale) and is_plain(bias))
         and len(shape) == 2
         and shape[1] % _MULTIPLE == 0
+        # diffusers' layer with other sizes computes in 16 bits.
+        and (values is not weight or shape[0] % _MULTIPLE == 0)
         and scale.shape in ((shape[0], 1), (1, 1), (shape[0],))
         and values.is_contiguous()
         and scale.is_contiguous()
-        and (
-            bias is None
-            or (
-                bias.is_contiguous()
-                and bias.shape == shape[:1]
-                and bias.device == values.device == scale.device
-            )
-        )
+        and (bias is None or (bias.is_contiguous() and bias.shape == shape[:1]))
+        and (bias is None or bias.device == values.device == scale.device)
         # Files mapped into memory have any alignment. Tensors of a tracer have no address.
         and (is_traced or type(values) not in PLAIN_TYPES or values.data_ptr() % _MULTIPLE == 0)
     )
@@ -129,7 +122,7 @@ def _are_operands(values: Any, scale: Any, bias: Any, is_traced: bool) -> bool:
 def are_plain_linears(*layers: Any) -> bool:
     """Whether a call of each layer runs only its library's code, and all have one class."""
     first = layers[0]
-    known = _OF_DIFFUSERS if type(first) is _OF_DIFFUSERS.cls else LINEAR
+    known = _BFL_LINEAR if type(first) is _BFL_LINEAR.cls else LINEAR
     return checks.is_plain(first, known, *layers[1:])
 
 
@@ -144,8 +137,8 @@ def fp8_takes(x: Any) -> bool:
 
 
 def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
-    """Whether the kernels compute the layer's result for an input with x's dtype and device and this number
-    of features, given ``fp8_weight`` of the layer."""
+    """Whether the kernels compute the result of a layer with this weight for an input with x's dtype and
+    device and this number of features."""
     values, _, bias = found
     dtype = x.dtype
     return (
@@ -162,8 +155,7 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
 
 
 def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
-    """The weight of each layer, if all are plain FP8 layers that take x, so that what computes x may quantize
-    it. Otherwise None."""
+    """Each layer's weight if all are plain FP8 layers that take x, which may be quantized then. Or None."""
     weights = {}
     for layer in layers:
         if layer is None or has_plain_weight(layer):
@@ -228,10 +220,7 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
 
 
 def fp8_gelu_product(
-    x: QuantizedRows,
-    found: Fp8Weight,
-    approximate: str,
-    out: tuple[Tensor, Tensor] | None = None,
+    x: QuantizedRows, found: Fp8Weight, approximate: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
     return operations.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
@@ -252,7 +241,7 @@ def _forward(self: Any, call: Call, input: Tensor) -> Any:
     return call.decline("its weight and bias do not fit its input")
 
 
-def _forward_of_diffusers(self: Any, call: Call, inputs: Tensor) -> Any:
+def _bfl_forward(self: Any, call: Call, inputs: Tensor) -> Any:
     return _forward(self, call, inputs)
 
 
@@ -264,14 +253,8 @@ class _Fp8LinearSpec(ExactSpec):
         return super().matches(module) and fp8_weight(module) is not None
 
 
-_HOW: dict[str, Any] = {
-    "operations": "quantize_fp8, linear_fp8",
-    "functions": ("torch.nn.functional:linear",),
-}
-FP8_LINEAR = _Fp8LinearSpec("torch.nn:Linear", _forward, **_HOW)
-FP8_LINEARS = (
-    FP8_LINEAR,
-    _Fp8LinearSpec("diffusers.quantizers.bfl.utils:BFLFP8RLinear", _forward_of_diffusers, **_HOW),
-)
+_OPERATIONS, _FUNCTIONS = "quantize_fp8, linear_fp8", ("torch.nn.functional:linear",)
+FP8_LINEAR = _Fp8LinearSpec("torch.nn:Linear", _forward, _OPERATIONS, _FUNCTIONS)
+FP8_LINEARS = (FP8_LINEAR, _Fp8LinearSpec(_BFL, _bfl_forward, _OPERATIONS, _FUNCTIONS))
 # In models in part torch.compile fuses the quantization with what comes before it.
 FP8_LINEARS_IN_PART = tuple(replace(spec, left_to_compiler=True) for spec in FP8_LINEARS)

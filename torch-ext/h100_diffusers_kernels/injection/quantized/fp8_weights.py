@@ -12,9 +12,10 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from .fp8_linears import FP8_TENSOR
 
 _ORIGINAL = "_h100_diffusers_kernels_original"
 _FORMAT = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
-_GROUP_OFFLOADING = "diffusers.hooks.group_offloading"
 # The number of elements that are quantized, or copied to the host, at once: their copies need memory.
 _AT_ONCE = 2**24
 # Rounding to FP8 moves a value by at most 2**-4 of it or, if it is small, 2**-10 of its row's scale. The rest
@@ -35,6 +35,7 @@ _DEQUANTIZED = "have the dequantized values of the FP8 weights that they were gi
 logger = logging.getLogger("h100_diffusers_kernels")
 
 
+@dataclass(eq=False)
 class Original:
     """A quantized layer's original weight.
 
@@ -43,9 +44,8 @@ class Original:
         dtype: the dtype that the layer's weight would have by now: torchao's tensors keep theirs.
     """
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter: nn.Parameter | None = parameter
-        self.dtype = parameter.dtype
+    parameter: nn.Parameter | None
+    dtype: torch.dtype
 
 
 class Method:
@@ -89,15 +89,12 @@ def load_quantizer(precision: str) -> Callable[[Tensor], Any]:
 
     It runs on any device and leaves Inductor's configuration; ``quantize_`` asserts a GPU and changes it.
     """
+    load: Any = importlib.import_module
     try:
-        quantization: Any = importlib.import_module("torchao.quantization")
-        cls, granularity = quantization.Float8Tensor, quantization.PerRow()
-        of_input = importlib.import_module(_FORMAT).QuantizeTensorToFloat8Kwargs(
-            granularity=granularity
-        )
-        of_products = importlib.import_module("torchao.float8.inference").Float8MMConfig(
-            use_fast_accum=True
-        )
+        cls = load("torchao.quantization").Float8Tensor
+        by_row = {"granularity": load("torchao.quantization").PerRow()}
+        of_input = load(_FORMAT).QuantizeTensorToFloat8Kwargs(**by_row)
+        of_products = load("torchao.float8.inference").Float8MMConfig(use_fast_accum=True)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"inject_kernels: precision={precision!r} needs torchao 0.18 or later: "
@@ -106,12 +103,8 @@ def load_quantizer(precision: str) -> Callable[[Tensor], Any]:
 
     @torch.no_grad()
     def quantized(weight: Tensor) -> Any:
-        parts = [
-            cls.from_hp(
-                rows, granularity=granularity, act_quant_kwargs=of_input, mm_config=of_products
-            )
-            for rows in _parts(weight)
-        ]
+        options = {**by_row, "act_quant_kwargs": of_input, "mm_config": of_products}
+        parts = [cls.from_hp(rows, **options) for rows in _parts(weight)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return quantized
@@ -124,7 +117,7 @@ def _parts(weight: Tensor) -> tuple[Tensor, ...]:
 def _to_host(values: Tensor) -> Tensor:
     """A copy in host memory; the values themselves if they are there.
 
-    From a GPU through page-locked memory: all threads then write to the new pages. PyTorch's own copy has
+    From a GPU through page-locked memory, so that all threads write to the new pages. PyTorch's own copy has
     one thread, which takes 5 times as long.
     """
     if not values.is_cuda:
@@ -145,7 +138,7 @@ def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) ->
         new, on_host = quantized(values), _to_host(values)
         if parameter.is_meta:  # its hook makes a new parameter for each call
             parameter = nn.Parameter(on_host, flag)
-        setattr(layer, _ORIGINAL, Original(parameter))
+        setattr(layer, _ORIGINAL, Original(parameter, parameter.dtype))
         layer._apply = Method(_apply, layer, "_apply")  # type: ignore[method-assign]
         _set_weight(layer, nn.Parameter(new, flag))
         parameter.data = on_host  # last, so that a failure leaves it where it was
@@ -153,15 +146,10 @@ def quantize(layers: Iterable[nn.Linear], quantized: Callable[[Tensor], Any]) ->
 
 @torch.inference_mode(False)
 def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
-    """Gives quantized layers their original weights, on the device where the layer's weight is.
+    """Gives quantized layers their original weights, on the device where the layer's weight is, and returns
+    whether there were any. A layer whose weight was replaced keeps that, dequantized if it is an FP8 weight.
 
-    A layer whose weight was replaced keeps that, dequantized if it is an FP8 weight.
-
-    Args:
-        all_of_them: whether layers whose original weights were let go get dequantized ones.
-
-    Returns:
-        Whether there were any.
+    ``all_of_them``: whether layers whose original weights were let go get dequantized ones.
     """
     outcomes: collections.Counter[str | None] = collections.Counter()
     for module in modules:
@@ -223,17 +211,14 @@ def _is_quantization_of(values: Tensor, weight: Any, in_sample: bool) -> bool:
 
 
 @contextmanager
-def plain_weights(
-    layers: Iterable[Any], quantized: Callable[[Tensor], Any], *, on_host: bool = False
-) -> Iterator[None]:
+def plain_weights(layers: Iterable[Any], *, on_host: bool = False) -> Iterator[None]:
     """Within it quantized layers have their original weights. After it their FP8 weights have the values that
     these have by then.
 
-    Args:
-        on_host: whether the weights are in host memory, so that all layers may have them, and are quantized
-            again only if a sample of rows has changed.
+    ``on_host``: whether the weights are in host memory, so that all layers may have them, and are quantized
+    again only if a sample of rows has changed.
     """
-    taken = []
+    taken, quantized = [], load_quantizer("fp8")
     try:
         with torch.inference_mode(False):
             for layer in layers:
@@ -274,34 +259,31 @@ def plain_weights(
 
 def weight_values(layer: nn.Linear) -> Any:
     """The values of a layer's weight, wherever they are; None if they are not in memory."""
-    if not layer.weight.is_meta:
-        # Under group offloading FP8 values may be on another device than their tensor says, which cannot be
-        # detached then.
-        return layer.weight if is_quantized(layer) else layer.weight.data
-    place = _place_of_values(layer)
-    return None if place is None else place[0][place[1]]
+    if layer.weight.is_meta:
+        values, key = _place_of_values(layer)
+        return values.get(key)
+    # Under group offloading FP8 values may be on another device than their tensor says, which cannot be
+    # detached then.
+    return layer.weight if is_quantized(layer) else layer.weight.data
 
 
 def _set_weight(layer: Any, parameter: nn.Parameter) -> None:
     if layer.weight.is_meta:
-        place = _place_of_values(layer)
-        assert place is not None
-        place[0][place[1]] = parameter.detach()
-        on_meta = parameter.detach().to("meta")
-        parameter = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
+        values, key = _place_of_values(layer)
+        values[key] = parameter.detach()
+        parameter = nn.Parameter(values[key].to("meta"), parameter.requires_grad)
     layer.weight = parameter
 
 
-def _place_of_values(layer: nn.Linear) -> tuple[Any, str] | None:
-    """The dictionary and the key under which accelerate's hook finds the layer's weight."""
+def _place_of_values(layer: nn.Linear) -> tuple[dict[str, Any], str]:
+    """The dictionary in which accelerate's hook finds the layer's weight, an empty one if none is known, and
+    the key."""
     hook: Any = vars(layer).get("_hf_hook")
-    for each in getattr(hook, "hooks", (hook,)):
-        values = getattr(each, "weights_map", None)
-        if values is not None:
-            key = getattr(values, "prefix", "") + "weight"
-            values = getattr(values, "dataset", values)
-            return (values, key) if isinstance(values, dict) else None
-    return None
+    hooks = getattr(hook, "hooks", (hook,))
+    maps = (getattr(each, "weights_map", None) for each in hooks)
+    found: Any = next((each for each in maps if each is not None), None)
+    values = getattr(found, "dataset", found)
+    return values if isinstance(values, dict) else {}, getattr(found, "prefix", "") + "weight"
 
 
 def is_offloaded_to_disk(model: nn.Module) -> bool:
@@ -315,9 +297,8 @@ def renew_group_offloading(model: nn.Module) -> None:
     Only with a stream does it remember them. Otherwise its hooks stay: if diffusers removes a hook that a
     cache's hook is around, the cache no longer skips that block.
     """
-    renew: Any = getattr(
-        sys.modules.get(_GROUP_OFFLOADING), "_maybe_remove_and_reapply_group_offloading", None
-    )
+    library = sys.modules.get("diffusers.hooks.group_offloading")
+    renew: Any = getattr(library, "_maybe_remove_and_reapply_group_offloading", None)
     if renew is not None and any(each.stream is not None for each in _group_offloading(model)):
         renew(model)
 

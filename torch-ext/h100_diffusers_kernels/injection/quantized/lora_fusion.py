@@ -19,7 +19,6 @@ from ..core.patch import INJECTION
 from .fp8_weights import (
     Method,
     is_quantized,
-    load_quantizer,
     original_of,
     plain_weights,
     renew_group_offloading,
@@ -84,7 +83,7 @@ def _base_layer(adapter: Any) -> nn.Module:
 def _load(model: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
     layers = [m for m in model.modules() if original_of(m) is not None and is_quantized(m)]
     known = {id(tensor): tensor for tensor in _tensors(model)}
-    with plain_weights(layers, load_quantizer("fp8"), on_host=True):
+    with plain_weights(layers, on_host=True):
         result = own(model, *args, **kwargs)
     for adapter in _follow_adapters(model.modules()):
         device: Any = _base_layer(adapter).weight.device
@@ -118,7 +117,7 @@ def _merge(adapter: Any, own: Callable, *args: Any, **kwargs: Any) -> None:
     layers = [layer] if is_quantized(layer) and (adapter.merged or not unmerges) else []
     if layers:
         _check(adapter, "unfuse_lora" if unmerges else "fuse_lora")
-    with plain_weights(layers, load_quantizer("fp8")):
+    with plain_weights(layers):
         own(adapter, *args, **kwargs)
 
 

@@ -26,15 +26,13 @@ MIN_FEATURES = 512
 _MULTIPLE = 16  # of features, for the kernels and for torchao's own product
 _DTYPES = (torch.bfloat16, torch.float16)
 _NOT = "not quantized: "
-_ALREADY = f"{_NOT}it is quantized already"
+_ALREADY = "it is quantized already"
 _NOT_IN_TABLE = "it is no attention's or feed-forward's layer in a block"
 _AT_END, _FAST_ONLY = "its block is one of the first or last", f"only {FP8_FAST} quantizes it"
 
 
 class Layers(NamedTuple):
-    """The layers of a family that are quantized. Everything else keeps its precision.
-
-    Names are patterns in which ``*`` stands for a part of a name without a dot.
+    """The layers of a family that are quantized. Names are patterns in which ``*`` stands for no dot.
 
     Attributes:
         blocks: its lists of blocks.
@@ -64,8 +62,7 @@ FEED_FORWARD_LAYERS = ("*ff*.net.0.proj", "*ff*.net.2")
 # that only refine the text are left: they take little time.
 ONE_LIST = Layers(("transformer_blocks",), (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS))
 TWO_LISTS = Layers(
-    ("transformer_blocks", "single_transformer_blocks"),
-    (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS, "proj_mlp", "proj_out"),
+    ("transformer_blocks", "single_transformer_blocks"), (*ONE_LIST.layers, "proj_mlp", "proj_out")
 )
 
 
@@ -77,8 +74,7 @@ def choose_layers(
     Raises:
         ValueError: if weights are in another dtype, or on disk.
     """
-    precision, keep = options["precision"], options["keep"]
-    prefix = report.model_name
+    precision, prefix = options["precision"], report.model_name
     if is_offloaded_to_disk(model):
         raise ValueError(
             f"inject_kernels: precision={precision!r} needs weights in memory, "
@@ -91,10 +87,8 @@ def choose_layers(
     holders = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values())
     chosen = {}
     for layer, names in names_of.items():
-        reasons = [
-            _why_not_in_table(model, public_name, table, precision) for _, public_name in names
-        ]
-        if any(is_named(p, prefix, *each) for p in keep for each in names):
+        reasons = [_why_not_in_table(model, public, table, precision) for _, public in names]
+        if any(is_named(p, prefix, *each) for p in options["keep"] for each in names):
             reasons.append("keep names it")
         if layer in adapters:
             reasons.append(f"{adapters[layer]} computes with its weight")
@@ -103,7 +97,7 @@ def choose_layers(
         reason = next(filter(None, [*reasons, _why_not_quantizable(layer)]), None)
         name = names[0][0]
         if reason is not None:
-            report.leave(name, layer, reason if reason == _ALREADY else _NOT + reason)
+            report.leave(name, layer, _NOT + reason)
             continue
         values = weight_values(layer)
         if values is None or values.dtype not in _DTYPES:
@@ -119,10 +113,10 @@ def choose_layers(
 def why_none(reports: Iterable[InjectionReport]) -> str | None:
     """Why no layer was quantized: the most frequent reason, of layers in the table if there are any. None if
     some were quantized before."""
-    left_alone = [entry.reason for report in reports for entry in report.left_alone]
+    left_alone = (entry.reason for report in reports for entry in report.left_alone)
     reasons = collections.Counter(r.removeprefix(_NOT) for r in left_alone if r.startswith(_NOT))
     of_table = (_NOT_IN_TABLE, _AT_END, _FAST_ONLY)
-    if _ALREADY in left_alone:
+    if _ALREADY in reasons:
         return None
     return max(reasons, key=lambda r: (r not in of_table, r != _NOT_IN_TABLE, reasons[r]))
 
@@ -159,9 +153,7 @@ def _why_not_in_table(model: nn.Module, name: str, table: Layers, precision: str
         if from_end < fast_ends:
             return _AT_END
         is_fast = _is_one_of(table.fast_only, layer) or number >= len(table.blocks)
-        if precision == FP8 and (is_fast or from_end < ends):
-            return _FAST_ONLY
-        return None
+        return _FAST_ONLY if precision == FP8 and (is_fast or from_end < ends) else None
     return _NOT_IN_TABLE
 
 
@@ -170,8 +162,7 @@ def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def _expression(pattern: str) -> str:
-    escaped = re.escape(pattern).replace(r"\*", "[^.]*")
-    return escaped.replace(r"\[", "[").replace(r"\]", "]")
+    return pattern.replace(".", r"\.").replace("*", "[^.]*")
 
 
 def _why_not_quantizable(layer: nn.Linear) -> str | None:
