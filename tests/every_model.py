@@ -841,3 +841,10 @@ MODELS |= {
     ),
 }
 # fmt: on
+
+
+def config_of(cls, head_dim):
+    """The configuration of a class's small model, of families with this head size."""
+    if cls in FAMILY_OF:
+        return FAMILIES[FAMILY_OF[cls]].model.config(2, 2, head_dim)
+    return MODELS[cls].config

@@ -126,16 +126,29 @@ def build(
     return randomize(model.to(device), dtype)  # some tensors are made on the CPU
 
 
+def small_config(cls: str) -> dict[str, object]:
+    """The configuration of the small model of a class that the tests have."""
+    import every_model  # it imports all models of diffusers
+
+    return every_model.config_of(cls, head_dim=128)
+
+
 def builder(
-    cls: type, config: Mapping[str, object], tiny_config: Mapping[str, object]
+    cls: type,
+    config: Mapping[str, object],
+    tiny_config: Mapping[str, object] | None = None,
+    **tiny_changes: object,
 ) -> Callable[..., Any]:
     """A published model's `transformer`, or another of its models: `build`, with the tiny configuration if
-    asked for."""
+    asked for. By default this is `small_config` with these changes."""
 
     def build_published(
         device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
     ) -> Any:
-        return build(cls, tiny_config if tiny else config, device, dtype, seed)
+        chosen = config
+        if tiny:
+            chosen = tiny_config or {**small_config(cls.__name__), **tiny_changes}
+        return build(cls, chosen, device, dtype, seed)
 
     return build_published
 

@@ -19,17 +19,8 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 
 TRANSFORMER = {"num_mmdit_layers": 1, "num_single_dit_layers": 8, "pos_embed_max_size": 9216}
 PUBLISHED_BLOCKS = {"joint_transformer_blocks": 4, "single_transformer_blocks": 32}
-TINY_TRANSFORMER = {
-    "num_mmdit_layers": 1,
-    "num_single_dit_layers": 2,
-    "pos_embed_max_size": 256,
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "joint_attention_dim": 64,
-    "caption_projection_dim": 128,
-}
 parse_size = parse_image_size
-transformer = models.builder(AuraFlowTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(AuraFlowTransformer2DModel, TRANSFORMER, pos_embed_max_size=256)
 
 
 def inputs(

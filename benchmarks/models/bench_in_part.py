@@ -49,18 +49,16 @@ class Model:
     """A model and the arguments of a forward, as its pipeline passes them.
 
     Attributes:
-        tiny: changes of the configuration for a trial of the benchmark.
         inputs: ``inputs(config, size, draw, device)``; ``draw`` makes normal tensors of a shape.
     """
 
     title: str
     class_name: str
     config: dict[str, object]
-    tiny: dict[str, object]
     inputs: Inputs
 
     def build(self, device: torch.device, is_tiny: bool) -> torch.nn.Module:
-        config = self.config | (self.tiny if is_tiny else {})
+        config = models.small_config(self.class_name) if is_tiny else self.config
         return models.build(getattr(transformers, self.class_name), config, device, DTYPE, seed=0)
 
     def arguments(self, model: Any, device: torch.device, is_tiny: bool) -> dict[str, object]:
@@ -180,16 +178,7 @@ def _kandinsky5_inputs(
     }
 
 
-_HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
 _JOINT = {"num_layers": 2, "num_single_layers": 4}
-_TINY_JOINT = {
-    **_HEADS,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "in_channels": 16,
-    "joint_attention_dim": 64,
-    "axes_dims_rope": (16, 24, 24),
-}
 MODELS: dict[str, Model | Published] = {
     "auraflow": Published(auraflow),
     "allegro": Published(allegro),
@@ -197,69 +186,48 @@ MODELS: dict[str, Model | Published] = {
         "LongCat-Image, 2 + 4 blocks",
         "LongCatImageTransformer2DModel",
         _JOINT,
-        {**_TINY_JOINT, "pooled_projection_dim": 64},
         functools.partial(_joint_inputs, text_tokens=512),
     ),
     "ovis_image": Model(
         "Ovis-Image, 2 + 4 blocks",
         "OvisImageTransformer2DModel",
         _JOINT,
-        {**_TINY_JOINT, "out_channels": 16},
         functools.partial(_joint_inputs, text_tokens=256),
     ),
     "bria": Model(
         "Bria, 2 + 4 blocks",
         "BriaTransformer2DModel",
         _JOINT,
-        _TINY_JOINT,
         functools.partial(_joint_inputs, text_tokens=128),
     ),
     "ernie_image": Model(
         "ERNIE-Image, 4 blocks",
         "ErnieImageTransformer2DModel",
         {"num_layers": 4},
-        {
-            "hidden_size": 128,
-            "num_attention_heads": 2,
-            "num_layers": 1,
-            "ffn_hidden_size": 96,
-            "text_in_dim": 24,
-            "rope_axes_dim": (16, 24, 24),
-        },
         _ernie_inputs,
     ),
     "pixart": Model(
         "PixArt-α, 8 blocks",
         "PixArtTransformer2DModel",
         {"num_layers": 8, "caption_channels": 4096, "interpolation_scale": 2},
-        {
-            **_HEADS,
-            "num_attention_heads": 3,
-            "num_layers": 1,
-            "cross_attention_dim": 192,
-            "caption_channels": 64,
-        },
         _pixart_inputs,
     ),
     "cogview4": Model(
         "CogView4, 4 blocks",
         "CogView4Transformer2DModel",
         {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32},
-        {**_HEADS, "num_layers": 1, "text_embed_dim": 64},
         _cogview4_inputs,
     ),
     "prx": Model(
         "PRX, 8 blocks",
         "PRXTransformer2DModel",
         {"depth": 8},
-        {"depth": 1, "hidden_size": 128, "num_heads": 2, "context_in_dim": 64},
         _prx_inputs,
     ),
     "kandinsky5": Model(
         "Kandinsky 5, 4 blocks",
         "Kandinsky5Transformer3DModel",
         {"num_visual_blocks": 4},
-        {"num_visual_blocks": 1, "model_dim": 128, "ff_dim": 96, "in_text_dim": 64},
         _kandinsky5_inputs,
     ),
 }

@@ -22,17 +22,8 @@ THOUSANDFOLD = ("timestep",)
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 5, "num_single_layers": 10}
 PUBLISHED_BLOCKS = {"transformer_blocks": 19, "single_transformer_blocks": 38}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "in_channels": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 64,
-    "approximator_hidden_dim": 64,
-    "approximator_layers": 1,
-}
 parse_size = parse_image_size
-transformer = models.builder(ChromaTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(ChromaTransformer2DModel, TRANSFORMER)
 
 
 def inputs(

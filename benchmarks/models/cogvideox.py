@@ -22,17 +22,8 @@ TRANSFORMER = {
     "use_rotary_positional_embeddings": True,
 }
 PUBLISHED_BLOCKS = {"transformer_blocks": 42}
-TINY_TRANSFORMER = {
-    **TRANSFORMER,
-    "num_layers": 2,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "text_embed_dim": 64,
-    "time_embed_dim": 64,
-}
 parse_size = parse_video_size
-transformer = models.builder(CogVideoXTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(CogVideoXTransformer3DModel, TRANSFORMER)
 
 
 def rotation(

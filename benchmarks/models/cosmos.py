@@ -23,15 +23,8 @@ TRANSFORMER = {
     "extra_pos_embed_type": None,
     "concat_padding_mask": False,
 }
-TINY_TRANSFORMER = {
-    **TRANSFORMER,
-    "num_layers": 2,
-    "num_attention_heads": 2,
-    "text_embed_dim": 64,
-    "adaln_lora_dim": 32,
-}
 parse_size = parse_image_size
-transformer = models.builder(CosmosTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(CosmosTransformer3DModel, TRANSFORMER, adaln_lora_dim=32)
 
 
 def inputs(

@@ -23,17 +23,15 @@ THOUSANDFOLD = ("timestep", "guidance")
 # diffusers' default sizes are the published ones, except guidance_embeds (FLUX.1-dev).
 TRANSFORMER = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
 PUBLISHED_BLOCKS = {"transformer_blocks": 19, "single_transformer_blocks": 38}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "guidance_embeds": True,
-    "in_channels": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-}
 parse_size = parse_image_size
-transformer = models.builder(FluxTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(
+    FluxTransformer2DModel,
+    TRANSFORMER,
+    # Multiples of 16, which FP8 layers need.
+    in_channels=16,
+    joint_attention_dim=64,
+    pooled_projection_dim=32,
+)
 
 
 def prompt(

@@ -23,15 +23,8 @@ THOUSANDFOLD = ("timestep", "guidance")
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 2, "num_single_layers": 6}
 PUBLISHED_BLOCKS = {"transformer_blocks": 8, "single_transformer_blocks": 48}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "in_channels": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 64,
-}
 parse_size = parse_image_size
-transformer = models.builder(Flux2Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(Flux2Transformer2DModel, TRANSFORMER)
 
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:

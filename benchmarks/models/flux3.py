@@ -27,16 +27,8 @@ PUBLISHED_BLOCKS = {
     "txt_mode_blocks": 5,
     "single_transformer_blocks": 28,
 }
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "in_channels": 16,
-    "cond_in_channels": 16,
-    "num_attention_heads": 2,
-    "joint_attention_dim": 64,
-}
 parse_size = parse_image_size
-transformer = models.builder(Flux3Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(Flux3Transformer2DModel, TRANSFORMER)
 
 
 def ids(device: torch.device, *lengths: int) -> torch.Tensor:

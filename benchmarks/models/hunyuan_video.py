@@ -18,18 +18,8 @@ SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 2, "num_single_layers": 4}
 PUBLISHED_BLOCKS = {"transformer_blocks": 20, "single_transformer_blocks": 40}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 1,
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "text_embed_dim": 64,
-    "pooled_projection_dim": 32,
-}
 parse_size = parse_video_size
-transformer = models.builder(HunyuanVideoTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(HunyuanVideoTransformer3DModel, TRANSFORMER)
 
 
 def inputs(

@@ -18,19 +18,13 @@ SMALL = {"size": VideoSize(1, 128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 4, "task_type": "t2v"}
 PUBLISHED_BLOCKS = {"transformer_blocks": 54}
-TINY_TRANSFORMER = {
-    **TRANSFORMER,
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "in_channels": 9,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "text_embed_dim": 64,
-    "text_embed_2_dim": 32,
-    "image_embed_dim": 32,
-}
 parse_size = parse_video_size
-transformer = models.builder(HunyuanVideo15Transformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(
+    HunyuanVideo15Transformer3DModel,
+    TRANSFORMER,
+    task_type="t2v",
+    in_channels=9,  # the latent's, those of the first frame and its mask
+)
 
 
 def inputs(

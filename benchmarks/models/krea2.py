@@ -18,22 +18,8 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 4}
 PUBLISHED_BLOCKS = {"transformer_blocks": 28}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "in_channels": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 512,
-    "text_hidden_dim": 64,
-    "num_text_layers": 3,
-    "text_num_attention_heads": 2,
-    "text_num_key_value_heads": 2,
-    "text_intermediate_size": 128,
-    "num_layerwise_text_blocks": 1,
-    "num_refiner_text_blocks": 1,
-}
 parse_size = parse_image_size
-transformer = models.builder(Krea2Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(Krea2Transformer2DModel, TRANSFORMER)
 
 
 def inputs(

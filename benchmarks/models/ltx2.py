@@ -21,19 +21,14 @@ SMALL = {"size": VideoSize(1, 256, 256), "text_tokens": 64}
 # diffusers' other defaults are as published.
 TRANSFORMER = {"num_layers": 4, "rope_type": "split"}
 PUBLISHED_BLOCKS = {"transformer_blocks": 48}
-TINY_TRANSFORMER = {
-    **TRANSFORMER,
-    "num_layers": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_attention_heads": 2,
-    "cross_attention_dim": 256,
-    "audio_num_attention_heads": 2,
-    "audio_cross_attention_dim": 128,
-    "caption_channels": 64,
-}
 parse_size = ltx.parse_size
-transformer = models.builder(LTX2VideoTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(
+    LTX2VideoTransformer3DModel,
+    TRANSFORMER,
+    # The pipeline has latents of this size.
+    audio_in_channels=128,
+    audio_out_channels=128,
+)
 
 
 def inputs(

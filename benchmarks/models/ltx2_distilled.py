@@ -11,7 +11,6 @@ from benchmarks.models.ltx2 import (  # noqa: F401
     SMALL,
     TEXT_TOKENS,
     TINY_SIZES,
-    TINY_TRANSFORMER,
     TRANSFORMER,
     parse_size,
     transformer,

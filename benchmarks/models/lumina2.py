@@ -18,17 +18,8 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 # each of the image and of the text.
 TRANSFORMER = {"num_layers": 8, "cap_feat_dim": 2304}
 PUBLISHED_BLOCKS = {"layers": 26}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "in_channels": 4,
-    "hidden_size": 192,
-    "num_attention_heads": 2,
-    "num_kv_heads": 1,
-    "cap_feat_dim": 64,
-}
 parse_size = parse_image_size
-transformer = models.builder(Lumina2Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(Lumina2Transformer2DModel, TRANSFORMER)
 
 
 def inputs(

@@ -38,19 +38,7 @@ SMALL = {"size": VideoSize(5, 256, 256), "text_tokens": 64}
 # diffusers' default sizes are the published ones, with two blocks of the text.
 TRANSFORMER = {"num_layers": 3}
 PUBLISHED_BLOCKS = {"transformer_blocks": 50}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "num_attention_heads": 2,
-    "hidden_size": 192,
-    "ffn_dim": 512,
-    "in_channels": 4,
-    "audio_in_channels": 8,
-    "text_dim": 64,
-    "time_embed_hidden_dim": 192,
-    "time_embed_dim": 96,
-}
-transformer = models.builder(MiniMaxH3Transformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(MiniMaxH3Transformer3DModel, TRANSFORMER)
 
 
 def parse_size(text: str) -> VideoSize:

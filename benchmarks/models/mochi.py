@@ -35,22 +35,13 @@ SMALL = {"size": Size(1, 128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 4}
 PUBLISHED_BLOCKS = {"transformer_blocks": 48}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "in_channels": 4,
-    "num_attention_heads": 2,
-    "pooled_projection_dim": 64,
-    "text_embed_dim": 64,
-    "time_embed_dim": 64,
-}
 
 
 def transformer(
     device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
 ) -> MochiTransformer3DModel:
     """With the frequencies of the rotary embedding, which diffusers initializes to 0."""
-    config = TINY_TRANSFORMER if tiny else TRANSFORMER
-    model = models.build(MochiTransformer3DModel, config, device, dtype, seed)
+    model = models.builder(MochiTransformer3DModel, TRANSFORMER)(device, dtype, tiny, seed)
     torch.nn.init.normal_(model.pos_frequencies)
     return model
 

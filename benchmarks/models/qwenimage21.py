@@ -19,15 +19,8 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones.
 TRANSFORMER = {"num_layers": 6}
 PUBLISHED_BLOCKS = {"transformer_blocks": 32}
-TINY_TRANSFORMER = {
-    "num_layers": 2,
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_attention_heads": 2,
-    "context_in_dim": 64,
-}
 parse_size = parse_image_size
-transformer = models.builder(QwenImage21Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(QwenImage21Transformer2DModel, TRANSFORMER)
 
 
 def inputs(

@@ -23,18 +23,8 @@ TRANSFORMER = {
     "qk_norm": "rms_norm",
 }
 PUBLISHED_BLOCKS = {"transformer_blocks": 38}
-TINY_TRANSFORMER = {
-    **TRANSFORMER,
-    "num_layers": 3,  # the last block drops the text
-    "num_attention_heads": 2,
-    "caption_projection_dim": 128,
-    "joint_attention_dim": 64,
-    "pooled_projection_dim": 32,
-    "pos_embed_max_size": 16,
-    "sample_size": 16,
-}
 parse_size = parse_image_size
-transformer = models.builder(SD3Transformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(SD3Transformer2DModel, TRANSFORMER)
 
 
 def inputs(

@@ -11,7 +11,6 @@ from benchmarks.models.wan import (  # noqa: F401
     SMALL,
     TEXT_TOKENS,
     TINY_SIZES,
-    TINY_TRANSFORMER,
     inputs,
     parse_size,
 )
@@ -19,4 +18,4 @@ from benchmarks.models.wan import (  # noqa: F401
 NAME, TINY_NAME = "Wan 2.1 1.3B, 6 blocks", "tiny Wan 2.1 1.3B"
 TRANSFORMER = {"num_layers": 6, "num_attention_heads": 12, "ffn_dim": 8960}
 PUBLISHED_BLOCKS = {"blocks": 30}
-transformer = models.builder(WanTransformer3DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(WanTransformer3DModel, TRANSFORMER)

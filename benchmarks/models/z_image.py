@@ -17,17 +17,8 @@ SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
 # diffusers' default sizes are the published ones, with two refiners each of the image and of the text.
 TRANSFORMER = {"n_layers": 8}
 PUBLISHED_BLOCKS = {"layers": 30}
-TINY_TRANSFORMER = {
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "in_channels": 4,
-    "dim": 256,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "cap_feat_dim": 64,
-}
 parse_size = parse_image_size
-transformer = models.builder(ZImageTransformer2DModel, TRANSFORMER, TINY_TRANSFORMER)
+transformer = models.builder(ZImageTransformer2DModel, TRANSFORMER)
 
 
 def inputs(
