@@ -15,6 +15,7 @@ namespace {
 // ----- Kernel -----
 
 constexpr int kThreads = 256;
+static_assert(kMultiprocessorThreads % kThreads == 0);
 
 // Row and first column of a pack.
 struct PackPosition {

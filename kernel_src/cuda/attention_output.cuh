@@ -16,7 +16,8 @@ struct OutputKernelParams {
 };
 
 constexpr int kOutputThreads = 256;
-constexpr int kOutputRows = 8;  // A thread copies one column of these rows.
+static_assert(kOutputThreads >= kMaxAttentionHeadDim);  // a block has whole rows
+constexpr int kOutputRows = 8;                          // A thread copies one column of these rows.
 
 __global__ void __launch_bounds__(kOutputThreads)
     scalar_attention_output_kernel(const __grid_constant__ OutputKernelParams params) {

@@ -13,6 +13,7 @@
 
 namespace h100_diffusers_kernels {
 
+// Their keys and values take 128 KiB of shared memory: of one head of 128 columns, or of two of 64.
 constexpr int kMaxResidentKeyTiles = 2;
 
 // Shared memory of a block, for heads with kKeyTiles key tiles.

@@ -5,6 +5,7 @@
 #include "async_copy.cuh"
 #include "barrier.cuh"
 #include "fast_divisor.cuh"
+#include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "tensor_copy.cuh"
@@ -12,7 +13,7 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int kTileKeys = 128;
+constexpr int kTileKeys = 128;  // A thread has 64 scores of a tile (kScores).
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 enum class KeyBias { kNone, kAdded };
@@ -41,6 +42,10 @@ struct AttentionTile {
   static constexpr int kKeyReaders = kComputeWarps * (kBias == KeyBias::kAdded ? 32 : 1);
   static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  // setmaxnreg takes multiples of 8.
+  static_assert(kComputeRegisters % 8 == 0 && kLoadRegisters % 8 == 0);
+  static_assert((kGroups * kComputeRegisters + kLoadRegisters) * kWarpGroupThreads <=
+                kMultiprocessorRegisters);
   static constexpr bool kHasOnes = kRowSums == RowSums::kMultiplied;
   static_assert(!kHasOnes || kBoxes == 1);
   static constexpr int kColumns = kHeadDim + (kHasOnes ? 8 : 0);

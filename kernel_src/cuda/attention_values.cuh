@@ -43,6 +43,7 @@ struct ValueKernelParams {
 };
 
 constexpr int kValueThreads = 256;
+static_assert(kMultiprocessorThreads % kValueThreads == 0);
 constexpr int kValueTokens = 8;  // tokens of a block (notes/attention.md, "Claimed tiles")
 
 // A thread converts 8 columns of one head, for all tokens of its block.

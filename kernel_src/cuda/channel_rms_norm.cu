@@ -60,12 +60,13 @@ __device__ __forceinline__ void store_activated(T* address, float (&values)[kSiz
 // Pixels of stride 1
 
 constexpr int kThreadPacks = 8;  // that a thread keeps, each of another channel
-constexpr int kMaxWarps = 16;    // of a block
+constexpr int kMaxWarps = 16;    // of a block, which then keeps 512 channels of 128 bytes
 
 template <typename T, Access kAccess>
 struct Tile {
   static constexpr int kSize = kPackSize<T, kAccess>;
-  static constexpr int kColumns = kAccess == Access::kVector ? 8 : kWarpThreads;  // packs of a channel
+  // Packs of a channel: 128 bytes, a line of the cache, if they are vectors.
+  static constexpr int kColumns = kAccess == Access::kVector ? 8 : kWarpThreads;
   static constexpr int kPositions = kColumns * kSize;
   static constexpr int kRows = kWarpThreads / kColumns;       // channels that a warp loads at a time
   static constexpr int kWarpChannels = kThreadPacks * kRows;  // channels that a warp keeps
@@ -189,6 +190,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpThreads, (kMinBlocks<T, kHasLa
 // Channels last
 
 constexpr int kChannelsLastThreads = 256;
+static_assert(kMultiprocessorThreads % kChannelsLastThreads == 0);
 
 template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kChannelsLastThreads)

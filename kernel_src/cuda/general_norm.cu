@@ -1,42 +1,9 @@
-// Norms and gated residuals with float32 modulators with 16-bit rows, with absent modulators, or with two
-// modulations.
-#include "general_policies.cuh"
-#include "row_norm.cuh"
+// Norms of x with general operands (general_norm.cuh).
+#include "general_norm.cuh"
 
 namespace h100_diffusers_kernels {
-namespace {
-
-// Beside float32 rows a gate is always float32, so it needs no general policy.
-template <typename T, class Input>
-using InputOf = std::conditional_t<std::is_same_v<Input, GatedResidualInput> && sizeof(T) == 2,
-                                   GeneralGatedResidualInput, Input>;
-
-bool needs_extra_operands(const RowNormParams& args) {
-  return args.second_out.data ||
-         ((args.weight.data || args.bias.data) && (args.scale.data || args.shift.data));
-}
-
-}  // namespace
-
-template <class Input, class Norm>
-void launch_general(const char* operation, const RowNormParams& args, Stream stream) {
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if (needs_extra_operands(args))
-      return launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<true>>(operation, args, stream);
-    launch_rows<T, InputOf<T, Input>, Norm, GeneralOutput<false>>(operation, args, stream);
-  });
-}
 
 template void launch_general<PlainInput, RmsNorm>(const char*, const RowNormParams&, Stream);
 template void launch_general<PlainInput, LayerNorm>(const char*, const RowNormParams&, Stream);
-template void launch_general<GatedResidualInput, RmsNorm>(const char*, const RowNormParams&, Stream);
-template void launch_general<GatedResidualInput, LayerNorm>(const char*, const RowNormParams&, Stream);
-
-void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream) {
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if constexpr (sizeof(T) == 2)
-      launch_rows<T, GeneralGatedResidualInput, NoNorm, NoOutput>(operation, args, stream);
-  });
-}
 
 }  // namespace h100_diffusers_kernels

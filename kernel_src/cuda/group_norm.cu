@@ -19,7 +19,8 @@ namespace {
 
 constexpr const char* kOperation = "group_norm";
 constexpr int kThreads = 512;  // maximum of a block
-constexpr int kUnroll = 4;     // packs that a thread loads at a time
+static_assert(kMultiprocessorThreads % kThreads == 0);
+constexpr int kUnroll = 4;  // packs that a thread loads at a time: 32 KiB in flight for a block
 
 template <typename T>
 constexpr int kVectorSize = kPackSize<T, Access::kVector>;
@@ -271,6 +272,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Channels of a group that fit in shared memory.
 constexpr int kSharedChannels = 2048;
+static_assert(kSharedChannels * sizeof(Channel) <= kMaxStaticSharedBytes);
 
 template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kThreads)

@@ -249,7 +249,9 @@ __device__ __forceinline__ void sync_cluster() {
 template <int kColumns, class Output, bool kIsBlocked>
 __global__ void __launch_bounds__(kProductThreads, 1)
     linear_fp8_kernel(const __grid_constant__ ProductParams params) {
-  constexpr int kLoadRegisters = 24, kMultiplyRegisters = 240;
+  constexpr int kLoadRegisters = 24, kMultiplyRegisters = 240;  // the least of setmaxnreg, and what is left
+  static_assert((kProductGroups * kMultiplyRegisters + kLoadRegisters) * kWarpGroupThreads <=
+                kMultiprocessorRegisters);
   using M = ProductMemory<kColumns, sizeof(typename Output::Element)>;
   const M memory;
   const WarpRole role;

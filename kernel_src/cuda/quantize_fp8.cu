@@ -11,13 +11,16 @@
 #include "reduce.cuh"
 #include "row_config.cuh"
 #include "row_index.cuh"
+#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
 
-constexpr int kQuantizedPack = 8;  // elements that a thread stores at once
+// Elements that a thread stores at once: 16 bytes of a 16-bit input, two words of a float32 one.
+constexpr int kQuantizedPack = 8;
 constexpr int kBlockPacks = kFp8BlockSize / kQuantizedPack;
 constexpr int kMostThreads = 768, kLongRowPacks = 3;
+static_assert(kMostThreads * kLongRowPacks * kQuantizedPack >= 18432);  // FLUX.2's feed-forward
 constexpr int kMostParts = 65535;  // of a row: the grid's second dimension
 
 struct QuantizeKernelParams {
@@ -121,46 +124,33 @@ template <class Values, int kThreadsPerRow, int kPacks, bool kIsBlocked>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
   static_assert(!kIsBlocked || kThreadsPerRow % kBlockPacks == 0);
-  const RowPosition<kThreadsPerRow> position;
-  const int hidden = static_cast<int>(params.hidden);
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const Values row(params, index);
-  const QuantizedRow result(params, index);
+  const HeldRow<kThreadsPerRow, kQuantizedPack, kPacks> held(
+      params, kIsBlocked ? static_cast<int>(blockIdx.y) * kThreadsPerRow * kPacks : 0);
+  const Values row(params, held.index);
+  const QuantizedRow result(params, held.index);
   griddepcontrol_wait();
 
-  const int first = kIsBlocked ? static_cast<int>(blockIdx.y) * kThreadsPerRow * kPacks : 0;
   typename Values::template Loaded<kQuantizedPack> loaded[kPacks];
   float values[kPacks][kQuantizedPack] = {};
-  bool is_column[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    const int column = (first + position.pack(i)) * kQuantizedPack;
-    is_column[i] = is_row && column < hidden;
-    if (is_column[i]) row.load(column, loaded[i]);
-  }
+  held.for_each_pack([&](int i, int column) { row.load(column, loaded[i]); });
   constexpr int kScales = kIsBlocked ? kPacks : 1;
   uint32_t largest[kScales] = {};
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (!is_column[i]) continue;
+  held.for_each_pack([&](int i, int) {
     row.to_floats(loaded[i], values[i]);
 #pragma unroll
     for (int j = 0; j < kQuantizedPack; ++j)
       largest[i % kScales] = max(largest[i % kScales], magnitude_of(values[i][j]));
-  }
+  });
   constexpr int kGroup = kIsBlocked ? kBlockPacks : kThreadsPerRow;
   GroupReduce<UnsignedMax, uint32_t, kGroup, kScales>{}(largest);
 
-  if (!kIsBlocked && is_row && position.thread == 0) result.scale[0] = fp8_scale(largest[0]);
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (!is_column[i]) continue;
+  if (!kIsBlocked && held.is_first_thread()) result.scale[0] = fp8_scale(largest[0]);
+  held.for_each_pack([&](int i, int column) {
     const Fp8Quotient quotient(fp8_scale(largest[i % kScales]));
-    const int pack = first + position.pack(i);
-    store_fp8(result.out + pack * kQuantizedPack, values[i], quotient);
+    store_fp8(result.out + column, values[i], quotient);
+    const int pack = held.pack(i);
     if (kIsBlocked && pack % kBlockPacks == 0) result.scale[pack / kBlockPacks] = quotient.scale;
-  }
+  });
 }
 
 // Quantizes elements first ... end - 1 of a row by kThreads threads, and returns their scale.
@@ -189,19 +179,18 @@ __device__ __forceinline__ float quantize_scalars(const Values& row, const Quant
 template <class Values, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     scalar_quantize_fp8_kernel(const __grid_constant__ QuantizeKernelParams params) {
-  const RowPosition<kThreadsPerRow> position;
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const Values row(params, index);
-  const QuantizedRow result(params, index);
+  const ThreadRow<kThreadsPerRow> thread_row(params);
+  const Values row(params, thread_row.index);
+  const QuantizedRow result(params, thread_row.index);
   griddepcontrol_wait();
-  const float scale = quantize_scalars<kThreadsPerRow>(
-      row, result, 0, is_row ? params.hidden : 0, position.thread, [](uint32_t thread_largest) {
-        uint32_t largest[1] = {thread_largest};
-        GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
-        return largest[0];
-      });
-  if (is_row && position.thread == 0) result.scale[0] = scale;
+  const float scale =
+      quantize_scalars<kThreadsPerRow>(row, result, 0, thread_row.is_present ? params.hidden : 0,
+                                       thread_row.position.thread, [](uint32_t thread_largest) {
+                                         uint32_t largest[1] = {thread_largest};
+                                         GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
+                                         return largest[0];
+                                       });
+  if (thread_row.is_first_thread()) result.scale[0] = scale;
 }
 
 // A thread block has a row, and each of its warps a block of the row at a time.
@@ -273,6 +262,7 @@ void quantize_fp8(const QuantizeFp8Params& args, Stream stream) {
 
 template <class Activation, bool kIsGated>
 void launch_quantized_activation(const char* operation, const ActivationParams& args, Stream stream) {
+  // Fewer than quantize_fp8 has, because there are seven kinds of kernels.
   using ThreadsPerRow = RowThreads<64, 128, 256, 512>;
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
     const int64_t gate_bytes =

@@ -10,6 +10,7 @@ namespace h100_diffusers_kernels {
 namespace {
 
 constexpr int kThreads = 128;
+static_assert(kMultiprocessorThreads % kThreads == 0);
 constexpr int kHeadsPerThread = 2;
 // Up to this many units a thread rotates one head. It is about as many as an H100 holds threads.
 constexpr int64_t kFewUnits = 1 << 18;
@@ -29,6 +30,7 @@ struct GridRope {
   // Limits the registers to 64, which the compiler would exceed without need (notes/rotary_embedding.md,
   // "From tables").
   static constexpr int kMinBlocks = 8;
+  static_assert(kMultiprocessorRegisters / (kMinBlocks * kThreads) == 64);
 
   template <typename T, RopeLayout kLayout, int kSize>
   class Lookup {

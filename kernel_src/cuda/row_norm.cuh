@@ -1,7 +1,7 @@
 // Norm, modulation, residual and gate: one kernel with three compile-time policies (row_policies.cuh). Each
 // element is read and written once. A short row is held in registers, a long one in the shared memory of a
-// block or of a cluster of blocks. Longer rows, and rows that are not aligned to 16 bytes, are read again in
-// each step.
+// block: no model has rows that would need several blocks. Longer rows, and rows that are not aligned to 16
+// bytes, are read again in each step.
 //
 // Blocks are short: a row of 2048 16-bit elements has 128 threads with two packs each, which run for a
 // microsecond. The time before a block's loads are issued, and between their arrival and its stores, is what
@@ -22,6 +22,7 @@
 #include "row_index.cuh"
 #include "row_policies.cuh"
 #include "statistics.cuh"
+#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -65,20 +66,19 @@ __device__ __forceinline__ float pivot_of(const InputRow& input, InputPack& firs
   return tree_sum<kSize>([&](int j) { return h[j] * (1.0f / kPivotValues); });
 }
 
-// Total: type of the sums without a pivot.
-template <class Norm, bool kUsesPivot, int kThreadsPerRow, int kClusterBlocks, typename Total>
-using StatisticsReduce =
-    std::conditional_t<kUsesPivot, GroupReduce<Sum, float, kThreadsPerRow, 2, 2, kClusterBlocks>,
-                       GroupReduce<Sum, Total, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1, kClusterBlocks>>;
-
 // Returns the statistics of a row that a group of threads shares (see GroupReduce). for_each_pack(body) calls
 // body(h) for each pack of the thread.
-template <typename T, class Norm, bool kUsesPivot, int kSize, int kThreadsPerRow, int kClusterBlocks = 1,
-          typename Total = RowSum<T>, class ForEachPack>
+//
+// Args:
+//   Total: type of the sums without a pivot
+template <typename T, class Norm, bool kUsesPivot, int kSize, int kThreadsPerRow, typename Total = RowSum<T>,
+          class ForEachPack>
 __device__ __forceinline__ RowStatistics<T> row_statistics(const ForEachPack& for_each_pack, float pivot,
                                                            int64_t hidden, float eps) {
   const RowSum<T> count = static_cast<RowSum<T>>(hidden);
-  const StatisticsReduce<Norm, kUsesPivot, kThreadsPerRow, kClusterBlocks, Total> reduce;
+  using PivotReduce = GroupReduce<Sum, float, kThreadsPerRow, 2, 2>;
+  using PlainReduce = GroupReduce<Sum, Total, kThreadsPerRow, 1, Norm::kIsCentered ? 2 : 1>;
+  const std::conditional_t<kUsesPivot, PivotReduce, PlainReduce> reduce;
   RowStatistics<T> row;
   if constexpr (kUsesPivot) {
     float offset, squares;
@@ -137,20 +137,21 @@ __device__ __forceinline__ void normalize(const RowStatistics<T>& row, float (&h
   }
 }
 
-// Quantizes the values of a row, with one more exchange. `largest` is a thread's largest magnitude. `output`
-// stores packs and the scale. All threads call it.
-template <int kThreadsPerRow, int kPacks, int kSize, class OutputRow>
-__device__ __forceinline__ void store_quantized(const OutputRow& output,
-                                                const RowPosition<kThreadsPerRow>& position, bool is_row,
-                                                const bool (&is_column)[kPacks],
-                                                const float (&values)[kPacks][kSize],
-                                                uint32_t (&largest)[1]) {
+// Quantizes the results of a row, with one more exchange, and stores them. set_results(i, column) sets
+// values[i]. All threads call it.
+template <int kThreadsPerRow, int kSize, int kPacks, class OutputRow, class SetResults>
+__device__ __forceinline__ void store_quantized(const HeldRow<kThreadsPerRow, kSize, kPacks>& held,
+                                                const OutputRow& output, float (&values)[kPacks][kSize],
+                                                const SetResults& set_results) {
+  uint32_t largest[1] = {0};
+  held.for_each_pack([&](int i, int column) {
+    set_results(i, column);
+    largest[0] = max(largest[0], largest_magnitude(values[i]));
+  });
   GroupReduce<UnsignedMax, uint32_t, kThreadsPerRow>{}(largest);
   const Fp8Quotient quotient(fp8_scale(largest[0]));
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) output.store(position.pack(i) * kSize, values[i], quotient);
-  if (is_row && position.thread == 0) output.store_scale(quotient.scale);
+  held.for_each_pack([&](int i, int column) { output.store(column, values[i], quotient); });
+  if (held.is_first_thread()) output.store_scale(quotient.scale);
 }
 
 // Second argument of __launch_bounds__. With 0 the compiler limits registers for more resident blocks, which
@@ -176,36 +177,23 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
   constexpr bool kUsesPivot = kUsesPivotFor<T, Norm>;
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
-  const RowPosition<kThreadsPerRow> position;
-  const int hidden = static_cast<int>(params.hidden);
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const InputRow input(params.input, index);
-  const OutputRow output(params.output, index);
+  const HeldRow<kThreadsPerRow, kSize> held(params);
+  const InputRow input(params.input, held.index);
+  const OutputRow output(params.output, held.index);
   griddepcontrol_wait();
 
   typename InputRow::template Pack<kSize> in[kPacks], first;
   typename OutputRow::template Pack<kSize> factors[kPacks];
-  bool is_column[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    is_column[i] = is_row && position.pack(i) * kSize < hidden;
-    if (is_column[i]) input.fetch(position.pack(i) * kSize, in[i]);
-  }
+  held.for_each_pack([&](int i, int column) { input.fetch(column, in[i]); });
   if constexpr (kUsesPivot) input.fetch(0, first);
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) output.fetch(position.pack(i) * kSize, factors[i]);
+  held.for_each_pack([&](int i, int column) { output.fetch(column, factors[i]); });
   // Keeps the compiler from moving the last load below the reduction to save registers. A layer norm keeps
   // its order without it, and would need more registers with it (notes/row_kernels.md, "Order of loads").
   if constexpr (!Norm::kIsCentered) __syncwarp();
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    if (is_column[i]) {
-      input.finish(in[i]);
-      input.store(position.pack(i) * kSize, in[i]);
-    }
-  }
+  held.for_each_pack([&](int i, int column) {
+    input.finish(in[i]);
+    input.store(column, in[i]);
+  });
 
   if constexpr (Norm::kIsNorm) {
     float pivot = 0;
@@ -215,46 +203,38 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
       for (int i = 0; i < kPacks; ++i) {
         float h[kSize];
         in[i].values(h);
-        if (is_column[i]) body(h);
+        if (held.has_pack(i)) body(h);
       }
     };
-    const auto row =
-        row_statistics<T, Norm, kUsesPivot, kSize, kThreadsPerRow>(for_each_pack, pivot, hidden, params.eps);
+    const auto row = row_statistics<T, Norm, kUsesPivot, kSize, kThreadsPerRow>(for_each_pack, pivot,
+                                                                                held.hidden, params.eps);
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) in[i].hide_from_compiler();
     if constexpr (Output::kIsQuantized) {
       float n[kPacks][kSize];
-      uint32_t largest[1] = {0};
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (!is_column[i]) continue;
+      store_quantized(held, output, n, [&](int i, int column) {
         in[i].values(n[i]);
         center<Norm>(row, n[i]);
-        output.modulate(position.pack(i) * kSize, factors[i], row.scale.high, n[i]);
-        largest[0] = max(largest[0], largest_magnitude(n[i]));
-      }
-      store_quantized(output, position, is_row, is_column, n, largest);
+        output.modulate(column, factors[i], row.scale.high, n[i]);
+      });
     } else {
-#pragma unroll
-      for (int i = 0; i < kPacks; ++i) {
-        if (is_column[i]) {
-          float n[kSize];
-          in[i].values(n);
-          normalize<Norm>(row, n);
-          output.store(position.pack(i) * kSize, factors[i], n);
-        }
-      }
+      held.for_each_pack([&](int i, int column) {
+        float n[kSize];
+        in[i].values(n);
+        normalize<Norm>(row, n);
+        output.store(column, factors[i], n);
+      });
     }
   }
 }
 
-// Long rows: kClusterBlocks blocks hold a row in shared memory. With five blocks on a multiprocessor an
-// output with extra operands would spill.
+// Long rows: a block holds a row in shared memory. With five blocks on a multiprocessor an output with extra
+// operands would spill.
 template <typename T, class Input, class Output>
 constexpr int kMinLongRowBlocks =
     sizeof(T) == 2 && Input::kOperands == 1 ? (std::is_same_v<Output, GeneralOutput<true>> ? 3 : 5) : 1;
 
-template <typename T, class Input, class Norm, class Output, int kClusterBlocks>
+template <typename T, class Input, class Norm, class Output>
 __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, Output>))
     long_row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>;
@@ -262,9 +242,7 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, 
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
-  using Reduce = StatisticsReduce<Norm, kUsesPivot, kLongRowThreads, kClusterBlocks, RowSum<T>>;
-  if constexpr (Norm::kIsNorm) cluster_arrive<kClusterBlocks, Reduce>();
-  const LongRow<kSize, Input::kOperands, kClusterBlocks> memory(params.hidden);
+  const LongRow<kSize, Input::kOperands> memory(params.hidden);
   const auto index = params.indexer(memory.position.row);
   const InputRow input(params.input, index);
   const OutputRow output(params.output, index);
@@ -292,9 +270,8 @@ __global__ void __launch_bounds__(kLongRowThreads, (kMinLongRowBlocks<T, Input, 
         body(h);
       });
     };
-    cluster_wait<kClusterBlocks>();
-    row = row_statistics<T, Norm, kUsesPivot, kSize, kLongRowThreads, kClusterBlocks>(
-        for_each_pack, pivot, params.hidden, params.eps);
+    row = row_statistics<T, Norm, kUsesPivot, kSize, kLongRowThreads>(for_each_pack, pivot, params.hidden,
+                                                                      params.eps);
   }
   memory.template for_each_pack<4>([&](int column, const uint4* slots) {
     typename OutputRow::template Pack<kSize> factors;
@@ -318,30 +295,21 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
   using InputRow = typename Input::template Row<T>;
   using OutputRow = typename Output::template Row<T>;
   using InputPack = typename InputRow::template Pack<kSize>;
-  const RowPosition<kThreadsPerRow> position;
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const int64_t hidden = params.hidden;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const InputRow input(params.input, index);
-  const OutputRow output(params.output, index);
+  const ThreadRow<kThreadsPerRow> thread_row(params);
+  const InputRow input(params.input, thread_row.index);
+  const OutputRow output(params.output, thread_row.index);
   griddepcontrol_wait();
 
-  const auto load = [&](int64_t column, InputPack& pack, float (&h)[kSize]) {
-    input.fetch(column, pack);
-    input.finish(pack);
-    pack.values(h);
-  };
   const auto for_each_column = [&](const auto& body) {
-    if (!is_row) return;
-    for (int64_t column = int64_t{kSize} * position.thread; column < hidden;
-         column += kSize * kThreadsPerRow) {
+    thread_row.template for_each_column<kSize>(params.hidden, [&](int64_t column) {
       InputPack pack;
       float h[kSize];
-      load(column, pack, h);
+      input.fetch(column, pack);
+      input.finish(pack);
+      pack.values(h);
       body(column, pack, h);
-    }
+    });
   };
-
   RowStatistics<T> row;
   if constexpr (Norm::kIsNorm) {
     const auto for_each_pack = [&](const auto& body) {
@@ -349,8 +317,8 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>, 1)
     };
     // Sums are double because a thread may add thousands of elements one by one (notes/row_kernels.md, "Long
     // rows").
-    row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, 1, double>(for_each_pack, 0.0f, hidden,
-                                                                           params.eps);
+    row = row_statistics<T, Norm, false, kSize, kThreadsPerRow, double>(for_each_pack, 0.0f, params.hidden,
+                                                                        params.eps);
   }
   for_each_column([&](int64_t column, const InputPack& pack, float (&n)[kSize]) {
     input.store(column, pack);
@@ -405,15 +373,15 @@ void launch_rows(const char* operation, const RowNormParams& args, Stream stream
     launch_kernel(operation, row_norm_kernel<T, Input, Norm, Output, threads>,
                   RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
   };
-  const auto launch_long = [&](auto blocks) {
-    launch_kernel_with_shared_memory<long_row_norm_kernel<T, Input, Norm, Output, blocks>, blocks>(
-        operation, RowPosition<kLongRowThreads, blocks>::blocks(args.shape.rows), kLongRowThreads, params,
-        stream, long_row_shared_bytes(packs, Input::kOperands, blocks));
-  };
-  if (has_vector_access(args, sizeof(T)) &&
-      (dispatch_row_threads<kMaxShortRowThreads<Norm>>(ShortRowThreads<T, Norm>{}, packs, launch_short) ||
-       dispatch_long_row(packs, Input::kOperands, launch_long)))
-    return;
+  if (has_vector_access(args, sizeof(T))) {
+    if (dispatch_row_threads<kMaxShortRowThreads<Norm>>(ShortRowThreads<T, Norm>{}, packs, launch_short))
+      return;
+    const int64_t shared_bytes = long_row_shared_bytes(packs, Input::kOperands);
+    if (shared_bytes <= kMaxSharedBytes)
+      return launch_kernel_with_shared_memory<long_row_norm_kernel<T, Input, Norm, Output>>(
+          operation, RowPosition<kLongRowThreads>::blocks(args.shape.rows), kLongRowThreads, params, stream,
+          shared_bytes);
+  }
   const auto launch_scalar = [&](auto threads) {
     launch_kernel(operation, scalar_row_norm_kernel<T, Input, Norm, Output, threads>,
                   RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
@@ -429,13 +397,14 @@ void launch_row_norm(const char* operation, const RowNormParams& args, Stream st
   });
 }
 
-// Defined in general_norm.cu: PlainInput or GatedResidualInput with GeneralOutput, and a gated residual
-// without a norm whose gate is float32.
+// Defined in general_norm.cuh: PlainInput or GatedResidualInput with GeneralOutput.
 template <class Input, class Norm>
 void launch_general(const char* operation, const RowNormParams& args, Stream stream);
+
+// Defined in general_gated_norm.cu: a gated residual without a norm whose gate is float32.
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);
 
-// Defined in branch_norm.cu.
+// Defined in branch_norm.cuh.
 template <class Norm>
 void launch_branch_norm(const char* operation, const RowNormParams& args, Stream stream);
 

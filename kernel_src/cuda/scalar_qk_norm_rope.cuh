@@ -7,6 +7,7 @@
 namespace h100_diffusers_kernels {
 
 constexpr int kScalarThreads = 256;
+static_assert(kMultiprocessorThreads % kScalarThreads == 0);
 
 using ScalarOperands = LayerNormOperands;  // with the most operands
 

@@ -18,6 +18,7 @@
 #include "row_config.cuh"
 #include "row_index.cuh"
 #include "statistics.cuh"
+#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
@@ -127,27 +128,19 @@ template <typename T, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
-  const RowPosition<kThreadsPerRow> position;
-  const int hidden = static_cast<int>(params.hidden);
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
-  T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
+  const HeldRow<kThreadsPerRow, kSize> held(params);
+  const T* x = static_cast<const T*>(params.x.data) + held.index.offset(params.x);
+  T* out = static_cast<T*>(params.out.data) + held.index.offset(params.out);
   griddepcontrol_wait();
 
   Pack<T, kSize> packs[kPacks];
-  bool is_column[kPacks];
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i) {
-    is_column[i] = is_row && position.pack(i) * kSize < hidden;
-    if (is_column[i]) packs[i].load(x + position.pack(i) * kSize);
-  }
+  held.for_each_pack([&](int i, int column) { packs[i].load(x + column); });
   float values[kPacks][kSize];
   float maximum = -INFINITY;
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
     packs[i].to_floats(values[i]);
-    if (is_column[i]) maximum = maximum_of(values[i], maximum);
+    if (held.has_pack(i)) maximum = maximum_of(values[i], maximum);
   }
   const SoftmaxReduce<T, kThreadsPerRow> reduce;
   const RowScale<T> scale = reduce(maximum, [&](float pivot) {
@@ -155,13 +148,11 @@ __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
 #pragma unroll
     for (int i = 0; i < kPacks; ++i) {
       take_exponentials<T>(values[i], pivot);
-      if (is_column[i]) sum += sum_of(values[i]);
+      if (held.has_pack(i)) sum += sum_of(values[i]);
     }
     return sum;
   });
-#pragma unroll
-  for (int i = 0; i < kPacks; ++i)
-    if (is_column[i]) store_scaled(out + position.pack(i) * kSize, values[i], scale.factor);
+  held.for_each_pack([&](int i, int column) { store_scaled(out + column, values[i], scale.factor); });
 }
 
 // Long rows: kClusterBlocks blocks hold a row in shared memory. Exponentials are computed twice, because
@@ -212,21 +203,17 @@ template <typename T, int kThreadsPerRow, Access kAccess>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>)
     any_row_softmax_kernel(const __grid_constant__ SoftmaxKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
-  const RowPosition<kThreadsPerRow> position;
-  const bool is_row = position.kRowsPerBlock == 1 || position.row < params.rows;
-  const auto index = params.indexer(is_row ? position.row : 0);
-  const T* x = static_cast<const T*>(params.x.data) + index.offset(params.x);
-  T* out = static_cast<T*>(params.out.data) + index.offset(params.out);
+  const ThreadRow<kThreadsPerRow> row(params);
+  const T* x = static_cast<const T*>(params.x.data) + row.index.offset(params.x);
+  T* out = static_cast<T*>(params.out.data) + row.index.offset(params.out);
   griddepcontrol_wait();
 
   const auto for_each_pack = [&](const auto& body) {
-    if (!is_row) return;
-    for (int64_t column = int64_t{kSize} * position.thread; column < params.hidden;
-         column += kSize * kThreadsPerRow) {
+    row.template for_each_column<kSize>(params.hidden, [&](int64_t column) {
       float values[kSize];
       load_floats(x + column, values);
       body(column, values);
-    }
+    });
   };
   // online_sum is the sum of the exponentials so far, relative to the maximum so far.
   float maximum = -INFINITY, online_sum = 0;
@@ -290,7 +277,7 @@ void softmax(const SoftmaxParams& args, Stream stream) {
         if (packs <= kLongRowPacks / 2) return launch_long(Constant<kLongRowThreads / 2>{}, Constant<1>{});
       }
       const auto launch_blocks = [&](auto blocks) { launch_long(Constant<kLongRowThreads>{}, blocks); };
-      if (dispatch_long_row(packs, 1, launch_blocks)) return;
+      if (dispatch_long_row(packs, launch_blocks)) return;
     }
     const auto launch_any = [&](auto threads, auto access) {
       launch_kernel(kOperation, any_row_softmax_kernel<T, threads, access>,

@@ -62,6 +62,13 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Of a multiprocessor. Blocks whose threads divide kMultiprocessorThreads can fill it.
+constexpr int kMultiprocessorThreads = 2048;
+constexpr int kMultiprocessorRegisters = 64 * 1024;
+
+// Largest static shared memory of a block.
+constexpr int kMaxStaticSharedBytes = 48 * 1024;
+
 // Largest dynamic shared memory of a block: the multiprocessor's, minus the static memory of reductions.
 constexpr int64_t kMaxSharedBytes = 224 * 1024;
 

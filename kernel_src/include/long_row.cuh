@@ -12,25 +12,27 @@
 
 namespace h100_diffusers_kernels {
 
-// One block holds a row of up to kLongRowPacks packs, a cluster of blocks a longer one. Six blocks of that
-// size fit on a multiprocessor; its registers would hold half as much.
+// Six blocks fit on a multiprocessor if each holds up to kLongRowPacks packs; its registers would hold half
+// as much. Softmax holds longer rows in a cluster of blocks. Norms hold them in one block: no model has them.
 constexpr int kLongRowThreads = 256;
 constexpr int kLongRowPacks = 2048;
-constexpr int kMaxClusterBlocks = 8;
+static_assert(6 * kLongRowPacks * kVectorBytes <= kMaxSharedBytes);
+constexpr int kMaxClusterBlocks = 8;  // the largest portable size
 
 // Returns the shared memory of each block, with 16 bytes for each pack of each operand.
-inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks,
+inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks = 1,
                                      int threads = kLongRowThreads) {
   const int64_t packs_a_round = int64_t{threads} * cluster_blocks;
   return (packs + packs_a_round - 1) / packs_a_round * threads * kVectorBytes * operands;
 }
 
-// Calls body with the number of blocks that hold a row, as a Constant. Returns false if the row is too long.
+// Calls body with the number of blocks that hold a row of one operand, as a Constant. Returns false if the
+// row is too long.
 template <typename Body>
-bool dispatch_long_row(int64_t packs, int operands, const Body& body) {
+bool dispatch_long_row(int64_t packs, const Body& body) {
   const auto try_blocks = [&](auto blocks) {
     if (packs > blocks * kLongRowPacks && blocks < kMaxClusterBlocks) return false;
-    if (long_row_shared_bytes(packs, operands, blocks) > kMaxSharedBytes) return false;
+    if (long_row_shared_bytes(packs, 1, blocks) > kMaxSharedBytes) return false;
     body(blocks);
     return true;
   };
@@ -39,7 +41,7 @@ bool dispatch_long_row(int64_t packs, int operands, const Body& body) {
 }
 
 // A row of `hidden` elements, in packs of kSize elements (16 bytes of each operand).
-template <int kSize, int kOperands, int kClusterBlocks, int kThreads = kLongRowThreads>
+template <int kSize, int kOperands, int kClusterBlocks = 1, int kThreads = kLongRowThreads>
 struct LongRow {
   RowPosition<kThreads, kClusterBlocks> position;
   int hidden;

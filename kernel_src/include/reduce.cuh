@@ -13,7 +13,8 @@ namespace h100_diffusers_kernels {
 
 constexpr int kWarpThreads = 32;
 
-// Threads of a block: several groups of up to 32 threads, or one larger group.
+// Threads of a block: several groups of up to 32 threads, or one larger group. A multiprocessor runs at most
+// 32 blocks, which blocks of one warp would not fill.
 template <int kGroupThreads>
 constexpr int kBlockThreads = kGroupThreads > kWarpThreads ? kGroupThreads : 4 * kWarpThreads;
 

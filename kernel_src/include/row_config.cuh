@@ -41,8 +41,10 @@ bool dispatch_row_threads(RowThreads<kThreads...>, int64_t packs, const Body& bo
 }
 
 // Rows that are too long for long_row.cuh, or not aligned to 16 bytes, are read again in each step: by a
-// block of kAnyRowThreads threads, or by one warp if they have at most kWarpRow elements.
+// block of kAnyRowThreads threads, or by one warp if they have at most kWarpRow elements: two for each thread
+// of the block.
 constexpr int kAnyRowThreads = 512;
+static_assert(kMultiprocessorThreads % kAnyRowThreads == 0);
 constexpr int kWarpRow = 1024;
 
 // Which row a thread works on, and which packs of it.
