@@ -1,6 +1,5 @@
 """Results of benchmarks in a test's folder, and the tables made from them."""
 
-import json
 import math
 
 from benchmarks.harness import comparison, history
@@ -28,7 +27,7 @@ ENVIRONMENT = dict.fromkeys(("device", "torch", "diffusers", "kernels", "date", 
 
 def store(results, name, result):
     """Writes the only result of a benchmark."""
-    history.path(name, results).write_text(json.dumps([result]))
+    history.store(name, result, results)
 
 
 def load(results, name):
@@ -69,4 +68,5 @@ def store_operations(folder):
             entry |= {"shape": list(workload.shape), "bytes": moved, "failed": {}}
             entries.append({**entry, "cold": rates, "warm": rates})
         peers = {"liger": "0.8.5"}
-        store(folder, name, {"environment": ENVIRONMENT, "peers": peers, "workloads": entries})
+        result = {"environment": ENVIRONMENT, "peers": peers, "workloads": entries}
+        store(folder, f"operations/{name}", result)

@@ -101,6 +101,7 @@ def test_modelled_ranks(kernel, device, tmp_path):
     if device == "cuda":
         assert eager["copies"]["launches"] > entry["modes"]["eager"]["copies"]["launches"]
     assert not dist.is_initialized()
+    store(tmp_path, "parallel/modelled", result)
     places = [row[1] for row in rows_of(tmp_path, "parallel_modelled")]
     assert places[:2] == ["one GPU", "Ulysses 2"]
 
@@ -267,7 +268,7 @@ def test_tables_of_gpus(tmp_path):
 
 def test_tables_of_modelled_ranks(tmp_path):
     entry = entry_of(TIMES, sent=True)
-    store(tmp_path, "parallel_modelled", {"environment": ENVIRONMENT, "parallel": [entry]})
+    store(tmp_path, "parallel/modelled", {"environment": ENVIRONMENT, "parallel": [entry]})
     assert rows_of(tmp_path, "parallel_modelled")[1] == [
         *(WAN, "Ulysses 4", "6.0 ms", "4.0 ms", "1.50×", "0.37 GB", "5.0 ms", "2.40× (60%)")
     ]

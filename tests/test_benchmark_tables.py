@@ -66,14 +66,14 @@ def test_plots_agree_with_the_results():
 
 def test_peers_that_failed_or_are_broken(made_up, tmp_path):
     """A broken one takes more than five times as long as eager. It is not drawn either."""
-    result = load(made_up, "norm")
+    result = load(made_up, "operations/norm")
     shown = representative(result["workloads"])[:2]
     first, second = (entry["cold"]["over"] for entry in shown)
     first["quack"], second["quack"] = 5.1 * first["eager"], 4.9 * second["eager"]
     del first["liger"], first["compiled"]
     shown[0]["failed"] = dict.fromkeys(("liger", "compiled default"), "it broke")
-    for name in FAMILIES:
-        store(tmp_path, name, result if name == "norm" else load(made_up, name))
+    for name in (f"operations/{family}" for family in FAMILIES):
+        store(tmp_path, name, result if name == "operations/norm" else load(made_up, name))
     rows = rows_of(tmp_path, "operations")
     assert rows[0][-3:] == ["3.00×", "failed", "QuACK broken†"] and rows[1][-1] == "2.00× Liger"
     assert "† more than 5 times slower than eager PyTorch" in rendered(tmp_path, "operations")

@@ -76,7 +76,7 @@ def test_a_build_of_another_commit_or_of_other_sources_is_refused(tmp_path, buil
         shutil.copy(source, tmp_path / name)
     if message is None:
         assert "Python sources" in record_suite.check_build(tmp_path, build, CHECKOUT, commit)
-        (tmp_path / "injection" / "norms.py").write_text("\n")
+        (tmp_path / "injection" / "parts" / "norms.py").write_text("\n")
         message = "injection/parts/norms.py of the build is not the checkout's"
     with pytest.raises(ValueError, match=message):
         record_suite.check_build(tmp_path, build, CHECKOUT, commit)

@@ -113,7 +113,7 @@ def test_benchmark(result):
 
 
 def test_plot(result, tmp_path):
-    store(tmp_path, "trained_attention", {**result, "environment": ENVIRONMENT})
+    store(tmp_path, "attention/trained", {**result, "environment": ENVIRONMENT})
     assert "largest less mean" in render_plots.render(tmp_path)["trained_attention.svg"]
 
 
@@ -141,7 +141,7 @@ def test_heads_take_turns():
 
 
 def test_constants_are_those_of_the_result():
-    shown = history.shown("trained_attention")
+    shown = history.shown("attention/trained")
     if shown is None:
         pytest.skip("not measured yet")
     measured = attention_statistics.means_over_steps(shown, "self").values()

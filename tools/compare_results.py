@@ -8,9 +8,9 @@ all of
 - the range between runs of one build, if several are given;
 - --limit, for noise between runs that no spread contains.
 
-    git show HEAD:benchmarks/results/norm.json > /tmp/before.json
-    python tools/compare_results.py /tmp/before.json benchmarks/results/norm.json
-    python tools/compare_results.py BEFORE.json AFTER.json --name flux --fail
+    git show HEAD:benchmarks/results/operations.json > /tmp/before.json
+    python tools/compare_results.py /tmp/before.json benchmarks/results/operations.json --name norm
+    python tools/compare_results.py BEFORE.json AFTER.json --fail
 """
 
 from __future__ import annotations
@@ -428,9 +428,10 @@ def table(compared: Sequence[Build], found: Sequence[Change]) -> str:
 
 
 def load(path: Path, name: str | None) -> list[dict]:
-    """The results of a file, of several models only those with this name."""
+    """The results of a file, of several benchmarks only those with this name."""
     try:
-        results = [r for r in history.load(path) if name is None or r.get("name", name) == name]
+        stored = history.load(path)
+        results = [one for one in stored if one.get("name") == name or len(stored) == 1]
         for result in results:
             kind(result)
     except ValueError as error:  # which includes JSON errors
@@ -454,7 +455,7 @@ def unique(results: Sequence[dict]) -> list[dict]:
     help="Minimum change to report.",
 )
 @click.option("--fail", is_flag=True, help="Exit with 1 if anything changed.")
-@click.option("--name", help="Of a file with several models: which one.")
+@click.option("--name", help="Of a file with several benchmarks: which one.")
 @click.argument(
     "paths",
     nargs=-1,

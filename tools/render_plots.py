@@ -94,7 +94,7 @@ def _svg(figure: Figure) -> str:
 
 def bandwidth(results: Path) -> Figure | None:
     """Rate against bytes moved, one panel a family, with the large copy's rate as a line."""
-    loaded = {family: history.shown(family, results) for family in FAMILIES}
+    loaded = {family: history.shown(f"operations/{family}", results) for family in FAMILIES}
     if not all(loaded.values()):
         return None
     figure = Figure(figsize=(11, 6), layout="constrained")
@@ -273,7 +273,7 @@ def block(results: Path) -> Figure | None:
 
 def trained_attention(results: Path) -> Figure | None:
     """A trained model's attention scores: a panel a statistic, a point a head."""
-    result = history.shown("trained_attention", results)
+    result = history.shown("attention/trained", results)
     if result is None:
         return None
     panels = {

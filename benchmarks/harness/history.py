@@ -1,7 +1,7 @@
 """Results by benchmark: benchmarks/results/<benchmark>.json is a list of the newest ones of each card.
 
-Older ones are in Git's history. A benchmark of several models, such as models/flux, has one file for all of
-them, where "name" of a result says whose it is. The documents show one result per benchmark, chosen by
+Older ones are in Git's history. Related benchmarks, such as models/flux and models/wan, have one file, where
+"name" of a result says whose it is. The documents show one result per benchmark, chosen by
 `shown`, or the newest parts of several, chosen by `gathered`.
 """
 
@@ -14,10 +14,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Of these a run may measure a part: a new result replaces only one with the same options.
-IN_PARTS = (
-    *("models", "cuda_graphs", "host_forward", "pipelines", "fp8_pipelines"),
-    *("parallel", "parallel_modelled"),
-)
+IN_PARTS = ("models", "cuda_graphs", "host", "pipelines", "parallel")
 LINE = 200  # characters: what fits is not broken into several lines
 
 

@@ -83,8 +83,8 @@ def output_option(name: str, takes_folder: bool = False) -> Callable:
     return click.option(
         "--output",
         type=click.Path(dir_okay=takes_folder, path_type=Path),
-        help=f"JSON file, if not benchmarks/results/{name}.json, where only the result of the whole "
-        f"benchmark goes.{of_several}",
+        help=f"JSON file, if not {history.path(name).name} in benchmarks/results, where only the result "
+        f"of the whole benchmark goes.{of_several}",
     )
 
 

@@ -174,7 +174,7 @@ def show(result: Mapping[str, Any]) -> None:
 )
 @DEVICE
 @DTYPE
-@record.output_option("cuda_graphs_memory")
+@record.output_option("cuda_graphs/memory")
 @torch.no_grad()
 def main(calls, limit, device, dtype, output) -> None:
     """Measure the memory of CUDA graphs over calls of many shapes."""
@@ -191,7 +191,7 @@ def main(calls, limit, device, dtype, output) -> None:
         **measure(kernel, device, dtype, calls, limit),
     }
     show(result)
-    output = record.destination(output, "cuda_graphs_memory")
+    output = record.destination(output, "cuda_graphs/memory")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

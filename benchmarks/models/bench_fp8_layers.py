@@ -146,14 +146,14 @@ def show(entry: dict[str, Any]) -> None:
 )
 @DEVICE
 @TINY
-@record.output_option("fp8_layers")
+@record.output_option("fp8/layers")
 @torch.no_grad()
 def main(model, weights, device, tiny, output) -> None:
     """Measure what quantizing each kind of layer costs."""
     torch.set_float32_matmul_precision("highest")  # of the float32 model
     kernel, _ = models.load_kernel()
     result: dict[str, Any] = {"environment": record.environment(device), "fp8_layers": []}
-    output = record.destination(output, "fp8_layers")
+    output = record.destination(output, "fp8/layers")
     for published in model:
         if published is None:
             entry = measure_trained(kernel, device, tiny)

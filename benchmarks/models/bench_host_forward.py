@@ -200,7 +200,7 @@ def show(entries: list[dict]) -> None:
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=50, show_default=True)
-@record.output_option("host_forward")
+@record.output_option("host/forward")
 @torch.no_grad()
 def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
     """Measure the CPU time of one forward of each model in each mode."""
@@ -216,7 +216,7 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
     }
     has_default = PUBLISHED in conditions and DEFAULT_WEIGHTS in weights
     neutral = ("conditions", "weights") if has_default else ()
-    output = record.destination(output, "host_forward", neutral)
+    output = record.destination(output, "host/forward", neutral)
     failed: list[str] = []
     for published, condition, of_weights in itertools.product(chosen, conditions, weights):
         try:

@@ -649,7 +649,7 @@ def main(modelled, workloads, degrees, blocks, rounds, device, dtype, tiny, outp
         }
         name = "parallel"
         if modelled:
-            name, result["link_bytes_per_s"] = "parallel_modelled", LINK_BYTES_PER_S
+            name, result["link_bytes_per_s"] = "parallel/modelled", LINK_BYTES_PER_S
         else:
             result["gpus"] = processes
             launcher = f"torchrun --standalone --nproc-per-node {processes} "

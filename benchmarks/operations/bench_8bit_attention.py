@@ -80,7 +80,7 @@ def main(output: Path | None) -> None:
     formats = ("", ".2e", *[".1f"] * 4)
     click.echo(tabulate(rows, ["inputs", *results[TYPICAL[0]]], floatfmt=formats))
     environment = record.environment(torch.device("cpu"))
-    output = record.destination(output, "attention_8bit")
+    output = record.destination(output, "attention/8bit")
     if output is not None:
         record.write(
             output, {"environment": environment, "shape": SHAPE, "attention_8bit": results}

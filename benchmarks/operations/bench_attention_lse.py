@@ -39,7 +39,7 @@ TINY_SHAPES = ((1, 16, 24, 2, 64),)
 @DEVICE
 @click.option("--tiny", is_flag=True, help="Tiny shapes, to try the benchmark.")
 @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
-@record.output_option("attention_lse")
+@record.output_option("attention/lse")
 @torch.no_grad()
 def main(device, tiny, rounds, output) -> None:
     kernel, _ = models.load_kernel()
@@ -68,7 +68,7 @@ def main(device, tiny, rounds, output) -> None:
         for e in entries
     ]
     click.echo(tabulate(rows, ["", "us without", "us with"], floatfmt=".3f"))
-    output = record.destination(output, "attention_lse")
+    output = record.destination(output, "attention/lse")
     if output is not None:
         record.write(output, result)
         click.echo(f"Wrote {output}")

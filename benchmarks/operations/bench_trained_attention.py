@@ -43,7 +43,7 @@ from benchmarks.operations import attention_statistics
 
 from builder.package import Revision
 
-NAME = "trained_attention"
+NAME = "attention/trained"
 CAPTIONS = 8
 TINY_SIZE = {"num_inference_steps": 3, "height": 64, "width": 96, "num_frames": 9}
 MASKED = -1000.0  # a mask adds less to the scores

@@ -28,7 +28,7 @@ from benchmarks.operations.attention_statistics import Place
 import attention_inputs
 from attention_inputs import Head
 
-NAME = "trained_attention"
+NAME = "attention/trained"
 FILE = models.CHECKOUT / "reference" / "attention_inputs.py"
 BEGIN, END = "# Constants of fit_attention_inputs.py.\n", "# End of these constants.\n"
 CPU = torch.device("cpu")

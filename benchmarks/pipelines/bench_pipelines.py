@@ -230,7 +230,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
     }
     name, neutral = "pipelines", ("pipelines",)
     if not set(models.FP8_MODES).isdisjoint(modes):
-        name, neutral = "fp8_pipelines", ("pipelines", "modes", "steps")
+        name, neutral = "pipelines/fp8", ("pipelines", "modes", "steps")
     output = record.destination(output, name, neutral)
     for pipeline in pipelines:
         entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)

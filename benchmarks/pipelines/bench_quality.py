@@ -157,7 +157,7 @@ def main(modes, captions, device, dtype, output) -> None:
     kernel, _ = models.load_kernel() if injected else (None, None)
     environment = record.environment(device)
     has_fp8 = not set(FP8_MODES).isdisjoint(modes)
-    name, neutral = ("fp8_quality", ("modes",)) if has_fp8 else ("quality", ())
+    name, neutral = ("quality/fp8", ("modes",)) if has_fp8 else ("quality", ())
     output = record.destination(output, name, neutral)
     videos = measure(modes, held_back_scenes(captions), kernel, device, dtype)
     show(videos)

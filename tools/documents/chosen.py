@@ -146,7 +146,7 @@ def gathered_hosts(results: Path) -> dict | None:
         options = (entry.get("condition", "as published"), entry.get("weights", "random"))
         return (model, *options, entry["context"], entry["mode"])
 
-    return history.gathered("host_forward", "forwards", key, results)
+    return history.gathered("host/forward", "forwards", key, results)
 
 
 # -- Pipelines ---------------------------------------------------------------------------------

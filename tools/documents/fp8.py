@@ -131,7 +131,7 @@ def fp8_memory(results: Path) -> str:
 @table
 def fp8_pipelines(results: Path) -> str:
     """Whole pipelines: time, energy, and the time of the injection with the first steps."""
-    found = there(gathered_pipelines(results), "fp8_pipelines")
+    found = there(gathered_pipelines(results), "pipelines/fp8")
     rows = []
     for entry in found["pipelines"]:
         for fp8 in {models.INJECTED_FP8: "", **models.PRECISION_MODES}:
@@ -152,7 +152,7 @@ def fp8_pipelines(results: Path) -> str:
 
 def gathered_pipelines(results: Path) -> dict | None:
     """The newest figures of each whole pipeline."""
-    return chosen.gathered_pipelines(results, "fp8_pipelines")
+    return chosen.gathered_pipelines(results, "pipelines/fp8")
 
 
 @figure

@@ -74,7 +74,7 @@ def best_library(entry: dict, measured: dict, names: dict[str, str]) -> str:
 @table
 def operations(results: Path) -> str:
     """Each operation's time and rate, beside the large copy's rate and the peers' times."""
-    loaded = [load(results, family) for family in FAMILIES]
+    loaded = [load(results, f"operations/{family}") for family in FAMILIES]
     rows = [
         [
             ", ".join(filter(None, [entry["operation"], entry["variant"]])),
@@ -105,7 +105,8 @@ def operations(results: Path) -> str:
 def summary_operations(results: Path) -> str:
     """Each operation beside PyTorch and the best library, at one shape; attention on its worst inputs."""
     rows: list[list[str]] = []
-    loaded = [load(results, family) for family in (*FAMILIES, "attention")]
+    loaded = [load(results, f"operations/{family}") for family in FAMILIES]
+    loaded.append(load(results, "attention"))
     for result in loaded[:-1]:
         for name in dict.fromkeys(entry["operation"] for entry in result["workloads"]):
             entry = main_workload([e for e in result["workloads"] if e["operation"] == name])

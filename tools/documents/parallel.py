@@ -20,7 +20,7 @@ from .common import (
     times,
 )
 
-GPUS, MODELLED = "parallel", "parallel_modelled"
+GPUS, MODELLED = "parallel", "parallel/modelled"
 Cells = Callable[[dict, dict | None, dict | None], list[str]]
 
 

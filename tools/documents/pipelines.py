@@ -144,7 +144,7 @@ def cuda_graphs(results: Path) -> str:
 @table
 def cuda_graphs_memory(results: Path) -> str:
     """Memory reserved over calls of many shapes, above weights and inputs."""
-    result = load(results, "cuda_graphs_memory")
+    result = load(results, "cuda_graphs/memory")
 
     def mebibytes(value: float) -> str:
         return number(value / 2**20, "MiB")

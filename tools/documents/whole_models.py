@@ -167,7 +167,7 @@ def host(results: Path) -> str:
 @table
 def host_forward(results: Path) -> str:
     """The host's time for a whole forward, eager and injected, under torch.inference_mode."""
-    gathered = there(chosen.gathered_hosts(results), "host_forward")
+    gathered = there(chosen.gathered_hosts(results), "host/forward")
     pairs: dict[tuple[str, str], dict[str, dict]] = {}
     for entry in gathered["forwards"]:
         if entry["context"] == "inference_mode":
@@ -279,7 +279,7 @@ def quality(results: Path) -> str:
 
 @table
 def fp8_quality(results: Path) -> str:
-    return videos(results, "fp8_quality")
+    return videos(results, "quality/fp8")
 
 
 # -- Training ----------------------------------------------------------------------------------
