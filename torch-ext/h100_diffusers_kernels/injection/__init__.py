@@ -1,9 +1,9 @@
 """Replaces modules of existing models by the operations: in place, per instance, reversibly."""
 
 from .attention.backend import register_attention_backend
+from .context_parallel import context_parallel_plan
 from .core.report import InjectionReport
 from .inject import eject_kernels, inject_kernels
-from .parallel.plans import context_parallel_plan
 
 __all__ = [
     "InjectionReport",

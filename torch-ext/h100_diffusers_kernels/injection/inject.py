@@ -5,32 +5,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from ..operations.conditions import an
 from .attention.backend import why_not_own_in_parallel
 from .attention.processors import attention_spec
-from .core.checks import (
-    class_name,
-    find_class,
-    look_up_libraries,
-    replaced_function,
-    why_unsupported,
-)
+from .core import checks, patch
+from .core.checks import class_name, find_class
 from .core.forward_state import COMPUTED_ONCE, Family
-from .core.patch import (
-    INJECTION,
-    UNKNOWN_FORWARD,
-    Injection,
-    PatchSpec,
-    StandIn,
-    class_forward_slot,
-    placed,
-    put_in,
-    take_out,
-)
+from .core.patch import INJECTION, UNKNOWN_FORWARD, Injection, PatchSpec, StandIn
 from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .decoders.blocks import DECODERS
 from .decoders.layers import DECODER_LAYERS
@@ -40,14 +26,8 @@ from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
 from .parts.norm_modules import ADAPTIVE_NORMS, GROUP_NORM, NORMS
+from .quantized import fp8_weights
 from .quantized.fp8_linears import FP8_LINEAR, FP8_LINEARS, FP8_LINEARS_IN_PART
-from .quantized.fp8_weights import (
-    load_quantizer,
-    original_of,
-    quantize,
-    renew_group_offloading,
-    restore,
-)
 from .quantized.lora_fusion import follow_lora, unfollow_lora
 from .quantized.precision import PRECISIONS, choose_layers, is_named, linear_layers, why_none
 
@@ -62,13 +42,14 @@ _REPLACED = "its forward was replaced by something else"
 _NO_MODULE = "it has no module that there is a kernel for"
 
 
-class _Plan(NamedTuple):
+@dataclass
+class _Plan:
     """What to do to a model; nothing if it is done already."""
 
     model: nn.Module
     injection: Injection
-    stand_ins: list[StandIn]
-    quantized: dict[str, Any]  # the layers by name
+    stand_ins: list[StandIn] = field(default_factory=list)
+    quantized: dict[str, Any] = field(default_factory=dict)  # the layers by name
     is_in_place: bool = False
 
     @property
@@ -164,9 +145,8 @@ def inject_kernels(
         max_cuda_graphs=max_cuda_graphs,
         keep_originals=keep_originals,
     )
-    look_up_libraries()
-    report = InjectionReport()
-    pool = Pool()
+    checks.look_up_libraries()
+    report, pool = InjectionReport(), Pool()
     plans = []
     for name, component in _components("inject_kernels", pipe_or_model):
         is_alone = component is pipe_or_model
@@ -175,7 +155,7 @@ def inject_kernels(
             report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
-            has_graphs = is_alone or not _is_of(model, _AUTOENCODERS)
+            has_graphs = is_alone or not type(model).__module__.startswith(_AUTOENCODERS)
             plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
@@ -185,16 +165,16 @@ def inject_kernels(
     if precision is not None:
         _check_plans(pipe_or_model, plans, options)
         if any(plan.quantized for plan in plans):
-            quantized = load_quantizer(precision)
+            quantized = fp8_weights.load_quantizer(precision)
     report.already_injected = all(plan.is_in_place or plan.found_nothing for plan in plans)
     try:
         for plan in plans:
             if plan.quantized:
-                quantize(plan.quantized.values(), quantized)
-                renew_group_offloading(plan.model)
+                fp8_weights.quantize(plan.quantized.values(), quantized)
+                fp8_weights.renew_group_offloading(plan.model)
                 follow_lora(plan.model)
             for stand_in in plan.stand_ins:
-                put_in(stand_in)
+                patch.put_in(stand_in)
             if plan.stand_ins:
                 setattr(plan.model, INJECTION, plan.injection)
             report.add(plan.injection.report)
@@ -205,7 +185,7 @@ def inject_kernels(
         raise
     if not keep_originals:
         for layer in (layer for plan in plans for layer in plan.quantized.values()):
-            original_of(layer).parameter = None
+            fp8_weights.original_of(layer).parameter = None
     logger.info("inject_kernels(%s): %s", type(pipe_or_model).__name__, report)
     return report
 
@@ -227,7 +207,8 @@ def eject_kernels(pipe_or_model: Any) -> None:
         TypeError: if ``pipe_or_model`` is neither a module nor a pipeline.
     """
     components = list(_components("eject_kernels", pipe_or_model))
-    for _, _, stand_in in placed(m for _, component in components for m in component.modules()):
+    modules = (module for _, component in components for module in component.modules())
+    for _, _, stand_in in patch.placed(modules):
         reason = why_not_own_in_parallel(stand_in)
         if reason is not None:
             raise RuntimeError(f"eject_kernels: {reason}; load the model again instead")
@@ -250,10 +231,10 @@ def _undo(model: nn.Module, injection: Injection) -> None:
 
 def _restore(model: nn.Module, modules: list[nn.Module]) -> None:
     """Gives modules of a model their forwards and their weights."""
-    take_out(modules)
+    patch.take_out(modules)
     unfollow_lora(modules)
-    if restore(modules):
-        renew_group_offloading(model)
+    if fp8_weights.restore(modules):
+        fp8_weights.renew_group_offloading(model)
 
 
 def _plan(
@@ -273,7 +254,7 @@ def _plan(
         changed = [key for key in compared if injection.options[key] != options[key]]
         if not changed:
             injection.report.model_name = name
-            return _Plan(model, injection, [], {}, is_in_place=True)
+            return _Plan(model, injection, is_in_place=True)
         before, now = (
             ", ".join(f"{key}={each[key]}" for key in changed)
             for each in (injection.options, options)
@@ -284,9 +265,9 @@ def _plan(
         )
     injection = Injection(name, options, weakref.ref(model))
     report = injection.report
-    stand_ins: list[StandIn] = []
-    plan = _Plan(model, injection, stand_ins, {})
-    reason = why_unsupported()
+    plan = _Plan(model, injection)
+    stand_ins = plan.stand_ins
+    reason = checks.why_unsupported()
     if reason is not None:
         report.leave("", model, reason)
         report.levels[""] = NOT_AT_ALL
@@ -294,7 +275,7 @@ def _plan(
     specs = _specs_in_part(model)
     if family is not None:
         if options["precision"] is not None:
-            plan.quantized.update(choose_layers(model, family.layers, options, report))
+            plan.quantized = choose_layers(model, family.layers, options, report)
             report.quantized.extend(plan.quantized)
         specs = _specs_of_family(model, family, set(map(id, plan.quantized.values())))
     for module_name, module, spec in specs:
@@ -310,7 +291,7 @@ def _plan(
     in_part = IN_PART if report.replaced else NOT_AT_ALL
     report.levels[""] = in_part if family is None else IN_FULL
     if options["cuda_graphs"] and pool is not None and not plan.found_nothing:
-        if class_forward_slot(model) is None:
+        if patch.class_forward_slot(model) is None:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
         inner = next((s for s in stand_ins if s.module is model), None)
@@ -351,7 +332,7 @@ def _stand_ins(
     """A module's stand-in, if there can be one; the report says what it replaces."""
     report, own = injection.report, spec.known.own_forward
     reason = spec.why_left_alone(module, injection)
-    if reason is None and class_forward_slot(module) is None:
+    if reason is None and patch.class_forward_slot(module) is None:
         reason = _REPLACED
     if reason is None and (own is None or type(module).forward is not own):
         reason = UNKNOWN_FORWARD
@@ -360,7 +341,7 @@ def _stand_ins(
         return []
     # Its parts are checked at each call: they may be others by then.
     stand_in = StandIn(module, spec, name, injection)
-    reason = replaced_function(stand_in.functions) or spec.why_not(module)
+    reason = checks.replaced_function(stand_in.functions) or spec.why_not(module)
     if reason is None:
         operations = spec.describe(module, injection)
         report.replaced.append(Replaced(name, type(module).__name__, operations))
@@ -472,17 +453,13 @@ def _models_in(
     outermost: list[str] = []
     for module_name, module in modules:
         is_model = cls is not None and isinstance(module, cls)
-        is_wanted = is_alone or not _is_of(module, *_OTHERS)
+        is_wanted = is_alone or not type(module).__module__.startswith(_OTHERS)
         if is_model and is_wanted and not module_name.startswith(tuple(outermost)):
             outermost.append(f"{module_name}." if module_name else "")
             yield join(name, module_name), module, None
     if is_alone and not outermost:
         unwrapped = component._modules.get("_orig_mod")
         yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)
-
-
-def _is_of(module: nn.Module, *packages: str) -> bool:
-    return type(module).__module__.startswith(packages)
 
 
 def family_of(module: nn.Module) -> Family | None:

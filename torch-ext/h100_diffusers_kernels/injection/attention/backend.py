@@ -32,10 +32,7 @@ _logged: set[str] = set()
 
 def is_native(processor: Any, dispatches: bool) -> bool:
     """Whether PyTorch chooses the attention backend, as by default in diffusers, or the user chose this
-    package's.
-
-    A user may choose a backend for one module or for all of them.
-    """
+    package's, for one module or for all of them."""
     if not dispatches:
         return True
     chosen = getattr(processor, "_attention_backend", None)
@@ -86,8 +83,8 @@ def sdpa_with_bias(
 ) -> Tensor:
     """PyTorch's attention of (B, S, H, d) with a bias (B, Sk) of the keys."""
     mask = None if bias is None else bias[:, None, None].to(query.dtype)
-    how: Any = {"scale": scale, "enable_gqa": query.shape[2] != key.shape[2]}
-    result = sdpa_of_tokens(query, key, value, mask, **how)
+    shares_keys = query.shape[2] != key.shape[2]
+    result = sdpa_of_tokens(query, key, value, mask, scale=scale, enable_gqa=shares_keys)
     return result if out is None else out.copy_(result)
 
 
@@ -181,13 +178,12 @@ def dispatched(
     if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
     config = config_of(_parallel_config)
-    reason = None
+    reason = bias = None
     if is_causal or dropout_p != 0.0:
         reason = "it is causal or has dropout"
     elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
         reason = f"its scale is {scale}"
-    bias = None
-    if mask is not None and reason is None:
+    elif mask is not None:
         bias = key_bias_of(mask, key)
         if bias is None:
             reason = "its mask differs between queries or heads, or has another number of keys"
@@ -206,15 +202,14 @@ def dispatched(
     if return_lse:
         if reason is not None:
             raise ValueError(f"attention of {BACKEND_NAME!r} has no return_lse: {reason}")
-        how: Any = {"scale": scale, "key_bias": bias, "return_lse": True}
-        return operations.attention(query, key, value, **how)
+        return operations.attention(query, key, value, scale=scale, key_bias=bias, return_lse=True)
     if reason is None:
         return attention(query, key, value, bias, None)
     _log(reason)
     if mask is not None and mask.shape[-1] == 1:  # PyTorch's kernels on GPUs read all keys
         mask = mask.expand(*mask.shape[:-1], key.shape[1]).contiguous()
-    how = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    return sdpa_of_tokens(query, key, value, mask, **how)
+    chosen = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    return sdpa_of_tokens(query, key, value, mask, enable_gqa=enable_gqa, **chosen)
 
 
 def _log(reason: str) -> None:

@@ -639,6 +639,42 @@ def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
     return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
 
 
+def run_attention(
+    call: Call,
+    module: Any,
+    x: Any,
+    context: Any,
+    rope: Any,
+    rotate: Any,
+    mask: Tensor | None,
+    *,
+    form: str = "per_head",
+    prepares_mask: bool = False,
+    upcasts: Upcasts = Upcasts.NOWHERE,
+    **options: Any,
+) -> Any:
+    """The forward of an attention of x to a context (default: x).
+
+    ``rope``, ``rotate``, ``form``, ``upcasts``: see ``norm_and_rotate``. ``prepares_mask``: whether the
+    processor repeats the mask for the heads, by ``prepare_attention_mask``. ``options``: see ``attend``.
+    """
+    if not inputs_taken(x, context):
+        return call.refuse(x, context)
+    heads, config = module.heads, context_parallel_of(call, module)
+    query, key, value = query_key_value(module, x, context, config=config)
+    how = (rope, rotate, form, heads, "interleaved", upcasts, None, config)
+    query, key = norm_and_rotate(call, module, query, key, *how)
+    expand = None
+    if prepares_mask and mask is not None:
+
+        def expand(mask: Tensor) -> Tensor:
+            mask = module.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+            return mask.view(key.shape[0], heads, -1, mask.shape[-1])
+
+    arguments = (call, module, query, key, value, mask, expand)
+    return project_out(module, attend(*arguments, heads=heads, config=config, **options), x)
+
+
 # --------------------------------------------------------------------------------------------------
 # Two token streams, such as text and image
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,7 @@ from ..core.patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
-from .backend import (
-    DISPATCH,
-    SDPA,
-    dispatched,
-    is_native,
-    key_bias_of,
-    run_own_in_parallel,
-)
+from .backend import DISPATCH, SDPA, dispatched, is_native, key_bias_of, run_own_in_parallel
 from .modules import (
     CHOSEN,
     GRADIENT,
@@ -73,6 +66,15 @@ _PREPARE = (
 _PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
 
 
+class _Thread(threading.local):
+    """``current``: the proxy of the attention that this thread runs."""
+
+    current: Any = None
+
+
+_thread = _Thread()
+
+
 # --------------------------------------------------------------------------------------------------
 # Replacements of the functions
 
@@ -93,8 +95,7 @@ def dispatch_attention_fn(
     options = (dropout_p, is_causal, scale, enable_gqa)
     parallel_config = more.get("parallel_config")
     if config_of(parallel_config) is not None and not attention_kwargs:
-        is_traced = torch.compiler.is_dynamo_compiling()
-        current = None if is_traced else getattr(_thread, "current", None)
+        current = None if torch.compiler.is_dynamo_compiling() else _thread.current
         if current is not None:
             current._ran = attention_takes(query, key, value)
             if current.has_repeated(attn_mask):
@@ -143,8 +144,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention of (B, S, H, d) on the kernel. If it cannot run, counts the reason and returns None."""
-    is_traced = torch.compiler.is_dynamo_compiling()
-    current = None if is_traced else getattr(_thread, "current", None)
+    current = None if torch.compiler.is_dynamo_compiling() else _thread.current
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
         if current is not None:
             current._call.leave_attention(GRADIENT)
@@ -249,10 +249,6 @@ class _Attention:
         )
 
 
-# ``current``: the proxy of the attention that this thread runs.
-_thread = threading.local()
-
-
 # --------------------------------------------------------------------------------------------------
 # Copies
 
@@ -346,11 +342,10 @@ def _names(code: CodeType) -> frozenset[str]:
 class ProcessorSpec(PatchSpec):
     """A class of modules whose forward calls their processor.
 
-    Attributes:
-        dispatches: False: ``attention.attend`` calls PyTorch's attention.
+    ``dispatches`` is False: ``attention.attend`` calls PyTorch's attention.
     """
 
-    dispatches: bool = False
+    dispatches: ClassVar[bool] = False
 
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
@@ -394,7 +389,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         attention.processor = _Processor(processor, copy.function)
     if is_traced:
         return call.own_forward(attention, *args, **kwargs)
-    outer, _thread.current = getattr(_thread, "current", None), attention
+    outer, _thread.current = _thread.current, attention
     try:
         if is_direct:
             optional = {"encoder_hidden_states": None, "attention_mask": None, **kwargs}

@@ -81,7 +81,7 @@ class KnownFunction:
 
 
 def _is_written_by(library: str, function: Any, name: str) -> bool:
-    if function is None or getattr(function, "__name__", None) != name:
+    if getattr(function, "__name__", None) != name:
         return False
     module_globals = getattr(function, "__globals__", None)
     if module_globals is None:  # one of Torch's compiled functions
@@ -198,7 +198,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def why_not_plain(module: Any, known: KnownClass) -> str:
     """Why ``is_plain`` is false, as a clause."""
-    if known.cls is None or type(module) is not known.cls:
+    if type(module) is not known.cls:
         return f"is {an(class_name(module))}"
     reason = replaced_function(known.functions)
     if known.cls.forward is not known.own_forward or known.cls.__call__ is not _Module.__call__:

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 logger = logging.getLogger("h100_diffusers_kernels")
@@ -18,7 +19,6 @@ IN_FULL, IN_PART, NOT_AT_ALL = "in full", "in part", "not at all"
 ONLY_GRAPHS = "only in CUDA graphs"
 # How a reason begins if it concerns only attention.
 OWN_ATTENTION = "attention itself is the model's own"
-_WIDTH = 100  # of the text, in characters
 # Environment variable: any value except 0 makes a fall-back an error.
 STRICT = "H100_DIFFUSERS_KERNELS_STRICT"
 
@@ -87,11 +87,8 @@ class CallCount(Calls):
         self._report = report
 
     def fall_back(self, reason: str) -> bool:
-        """Counts a call that the model's own code computes, in full or in part, unless the report gave this
-        reason. The first one for each reason and class of modules is logged.
-
-        Returns:
-            Whether it was counted.
+        """Counts a call that the model's own code computes, in full or in part, and returns True. Or returns
+        False if the report gave this reason. The first one for each reason and class of modules is logged.
 
         Raises:
             RuntimeError: if the environment forbids a fall-back.
@@ -218,13 +215,10 @@ class InjectionReport:
 
     def _level(self, name: str) -> str:
         """A line on one model: how much of it runs on the kernels."""
-        own = (
-            entry.reason
-            for entry in self.left_alone
-            if entry.reason.startswith(OWN_ATTENTION) and entry.name.startswith(name and f"{name}.")
-        )
-        exceptions = "".join(f"; {reason}" for reason in dict.fromkeys(own))
-        return f"{name or 'the model'}: {self.levels[name]}{exceptions}"
+        prefix = name and f"{name}."
+        of_model = (entry.reason for entry in self.left_alone if entry.name.startswith(prefix))
+        reasons = dict.fromkeys(r for r in of_model if r.startswith(OWN_ATTENTION))
+        return "; ".join([f"{name or 'the model'}: {self.levels[name]}", *reasons])
 
 
 def join(prefix: str, name: str) -> str:
@@ -244,10 +238,10 @@ def _entries(title: str, entries: Sequence[tuple[str, str, str]]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for name, module, text in entries:
         groups.setdefault((module, text), []).append(name or "(the model)")
+    wrap = partial(textwrap.wrap, width=100, subsequent_indent=" " * 6)
     lines = [f"{title}:"] if groups else []
     for (module, text), names in groups.items():
         alike = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)
-        head = f"  {len(names)} x {module}: {', '.join(alike)}"
-        lines += textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
-        lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += wrap(f"  {len(names)} x {module}: {', '.join(alike)}", break_on_hyphens=False)
+        lines += wrap(text, initial_indent=" " * 6)
     return lines

@@ -85,11 +85,7 @@ def _last_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Resul
 
 
 class _Kind(NamedTuple):
-    """A class of norms.
-
-    Attributes:
-        compute: ``compute(module, x, activation, *rows)`` is its result, modulated by rows if they are given.
-    """
+    """A class of norms. ``compute(module, x, activation, *rows)`` is the result, modulated by any rows."""
 
     known: KnownClass
     compute: Callable[..., _Result]
@@ -100,12 +96,9 @@ _CHANNEL = "channel_rms_norm"
 _UNIT_NORMS = tuple(f"{name}RMS_norm" for name in (WAN, QWEN, QWEN21, HUNYUAN15, REFINER))
 _NORMALIZE = "torch.nn.functional:normalize"
 _PER_CHANNEL_NORM = f"{_LTX2}PerChannelRMSNorm"
+_GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _KINDS = (
-    _Kind(
-        KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm"),
-        _group_norm,
-        "group_norm",
-    ),
+    _Kind(_GROUP_NORM, _group_norm, "group_norm"),
     *(
         _Kind(KnownClass(path, _NORMALIZE), _image_norm if QWEN21 in path else _unit_norm, _CHANNEL)
         for path in _UNIT_NORMS
@@ -151,8 +144,8 @@ class NormActivationSpec(ExactSpec):
         channels: the dimension of the channels in the norms' arguments.
     """
 
-    norms: tuple[str, ...] = ()
-    activation: str = ""
+    norms: tuple[str, ...] = ("norm1", "norm2")
+    activation: str = "nonlinearity"
     channels: int = 1
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
@@ -229,7 +222,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def _ltx_forward(
-    self: Any, call: Call, inputs: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
+    self: Any, call: Call, inputs: Tensor, temb: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     given, table = (inputs, temb, *args), self.scale_shift_table
     if table is None or temb is None:
@@ -240,23 +233,18 @@ def _ltx_forward(
 
 
 def _ltx_decoder_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    temb: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    self: Any, call: Call, hidden_states: Tensor, temb: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     given, embedder = (hidden_states, temb, *args), self.time_embedder
     if embedder is None or temb is None:
         return _run_fused(self, call, given, kwargs)
-    time, table = temb, self.scale_shift_table
 
     def rows(_: str, x: Tensor) -> _Rows:
-        multiplied = (time * self.timestep_scale_multiplier).flatten()
+        multiplied = (temb * self.timestep_scale_multiplier).flatten()
         options = {"batch_size": x.shape[0], "hidden_dtype": x.dtype}
         made = embedder(timestep=multiplied, resolution=None, aspect_ratio=None, **options)
-        shift, scale = _embedded(made.view(x.shape[0], -1, 1, 1, 1), table).unbind(1)
+        made = made.view(x.shape[0], -1, 1, 1, 1)
+        shift, scale = _embedded(made, self.scale_shift_table).unbind(1)
         return scale, shift
 
     return _run_fused(self, call, given, kwargs, rows, time_embedder=None)
@@ -272,24 +260,16 @@ def _embedded(temb: Tensor, table: Tensor) -> Tensor:
 
 
 def _spec(
-    path: str,
-    parameters: str,
-    activation: str = "nonlinearity",
-    norms: tuple[str, ...] = ("norm1", "norm2"),
-    forward: Callable = _forward,
-    channels: int = 1,
+    path: str, parameters: str, activation: str = "nonlinearity", **others: Any
 ) -> NormActivationSpec:
-    return NormActivationSpec(
-        path,
-        forward,
-        "SiLU",
-        left_to_compiler=True,
-        parameters=f"self {parameters}",
-        condition=lambda module: why_not_silu(module._modules.get(activation)),
-        norms=norms,
-        activation=activation,
-        channels=channels,
-    )
+    options = {
+        "forward": _forward,
+        "parameters": f"self {parameters}",
+        "condition": lambda module: why_not_silu(module._modules.get(activation)),
+        "activation": activation,
+        **others,
+    }
+    return NormActivationSpec(path, operations="SiLU", left_to_compiler=True, **options)
 
 
 _CACHED, _STATES = "x feat_cache feat_idx", "hidden_states"

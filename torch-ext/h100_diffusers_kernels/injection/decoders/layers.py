@@ -97,11 +97,7 @@ def _causal_attention_forward(self: Any, call: Call, x: Tensor) -> Tensor:
 
 
 def _causal_mask(
-    frames: int,
-    pixels: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    batch_size: int | None = None,
+    frames: int, pixels: int, dtype: torch.dtype, device: Any, batch_size: int | None = None
 ) -> Tensor:
     """0 for keys up to the query's frame, -inf for later ones. The class fills each query's row by itself."""
     tokens = frames * pixels

@@ -20,28 +20,22 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import is_differentiated, kernels_take
-from ..attention.modules import (
-    flux_attention_spec,
-    forward_with_tables,
-)
+from ..attention import modules as attention
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts import joint_blocks
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import (
-    IMAGE_READERS,
-    SINGLE_READERS,
-    TEXT_READERS,
-    double_block,
-    double_spec,
-    single_block,
-    single_spec,
-)
 from ..parts.linears import LINEAR_GELU
-from ..parts.streams import adaptive_norm
+from ..parts.streams import ADAPTIVE, adaptive_norm
 from ..quantized.precision import TWO_LISTS
 
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
 _FLUX = "diffusers.models.transformers.transformer_flux"
+ADAPTIVE += [
+    (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroPruned"), 6, (1, 0)),
+    (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroSinglePruned"), 3, (1, 0)),
+]
 
 
 def _rows(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor:
@@ -49,14 +43,7 @@ def _rows(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> T
 
 
 def _first_norm(
-    call: Call,
-    block: Any,
-    previous_x: Tensor | None,
-    temb: Tensor,
-    *,
-    first: int,
-    last: int,
-    **how: Any,
+    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, *, first: int, last: int, **how
 ) -> Any:
     """``adaptive_norm`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
     if previous_x is not None:
@@ -65,10 +52,10 @@ def _first_norm(
 
 
 _DOUBLE = (
-    partial(_first_norm, name="norm1", first=0, last=6, readers=IMAGE_READERS),
-    partial(_first_norm, name="norm1_context", first=6, last=12, readers=TEXT_READERS),
+    partial(_first_norm, name="norm1", first=0, last=6, readers=joint_blocks.IMAGE_READERS),
+    partial(_first_norm, name="norm1_context", first=6, last=12, readers=joint_blocks.TEXT_READERS),
 )
-_SINGLE = (partial(_first_norm, name="norm", first=0, last=3, readers=SINGLE_READERS),)
+_SINGLE = (partial(_first_norm, name="norm", first=0, last=3, readers=joint_blocks.SINGLE_READERS),)
 
 
 def _double_block_forward(
@@ -88,7 +75,7 @@ def _double_block_forward(
         call.state.text_length = c.shape[1]
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     more["attention_mask"] = _product(call, attention_mask)
-    return double_block(call, self, _DOUBLE, (x, c), (temb,), **more)[::-1]
+    return joint_blocks.double_block(call, self, _DOUBLE, (x, c), (temb,), **more)[::-1]
 
 
 def _single_block_forward(
@@ -109,7 +96,7 @@ def _single_block_forward(
         mask = _product(call, attention_mask)
         return self._modules["attn"](hidden_states=n, attention_mask=mask, **more)
 
-    return single_block(call, self, _SINGLE, (x,), (temb,), attend, hands_over=False)
+    return joint_blocks.single_block(call, self, _SINGLE, (x,), (temb,), attend, hands_over=False)
 
 
 def _product(call: Call, mask: Tensor | None) -> Tensor | None:
@@ -144,16 +131,16 @@ _SPECS = (
     model_spec(
         f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
     ),
-    double_spec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
-    single_spec(
+    joint_blocks.double_spec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
+    joint_blocks.single_spec(
         f"{_CHROMA}:ChromaSingleTransformerBlock",
         _single_block_forward,
         operations="layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, "
         "or gelu",
     ),
-    flux_attention_spec(
+    attention.flux_attention_spec(
         f"{_FLUX}:FluxAttention",
-        forward=partial(forward_with_tables, equivalents_of=_equivalents),
+        forward=partial(attention.forward_with_tables, equivalents_of=_equivalents),
     ),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     TIMESTEPS,

@@ -12,6 +12,7 @@ rotates only the video.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,41 +20,15 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    ROTATED_ATTENTION,
-    AttentionSpec,
-    Projections,
-    attend_to_all,
-    project_out,
-)
-from ..core.checks import is_plain
+from ..attention import modules as attention
+from ..core.checks import KnownClass, is_plain
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parallel.plans import two_streams
+from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    FEED_FORWARD,
-    LINEAR_GELU,
-    QUERY_KEY_VALUE,
-    feed_forward,
-    feed_forward_branch,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linears,
-    plain_weights,
-)
 from ..parts.norms import apply_norm, norm_notes
-from ..parts.streams import (
-    BlockSpec,
-    FirstNorm,
-    Stream,
-    concat_streams,
-    end,
-    linear_of_silu,
-    may_run_ahead,
-    read_adaptive,
-    take_over,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.fp8_linears import are_fp8
 from ..quantized.precision import ONE_LIST
 
@@ -62,6 +37,9 @@ _COGVIDEOX = f"{_MODELS}cogvideox_transformer_3d"
 _CONSISID = f"{_MODELS}consisid_transformer_3d"
 _ATTENTIONS = "diffusers.models.attention_processor"
 _QK_NORMS = ("norm_q", "norm_k")
+ADAPTIVE.append(
+    (KnownClass("diffusers.models.normalization:CogVideoXLayerNormZero"), 6, (1, 0, 4, 3))
+)
 
 
 def _norms(
@@ -70,7 +48,7 @@ def _norms(
     """The adaptive norm ``block.name`` of video and text, each with its gate as its row, as functions of
     ``FirstNorms`` return them. Both are None if the module has to compute them."""
     module = block._modules[name]
-    found = read_adaptive(module)
+    found = streams.read_adaptive(module)
     if isinstance(found, str):
         if previous_x is None:
             call.fall_back(f"{name} {found}")
@@ -81,18 +59,20 @@ def _norms(
     weight = norm[1][0]
     if previous_x is not None and weight is not None and weight.device != previous_x.device:
         return None, None
-    modulation = linear_of_silu(call, module._modules["linear"], temb, previous_x)
+    modulation = streams.linear_of_silu(call, module._modules["linear"], temb, previous_x)
     if modulation is None:
         return None, None
     rows = modulation.unsqueeze(1).chunk(count, 2)
     of_video, of_text = (rows[scale], rows[shift]), (rows[c_scale], rows[c_shift])
     return (
-        FirstNorm(norm, module, "norm", of_video, rows[2:3], readers, block),
-        FirstNorm(norm, module, "norm", of_text, rows[5:], readers, block),
+        streams.FirstNorm(norm, module, "norm", of_video, rows[2:3], readers, block),
+        streams.FirstNorm(norm, module, "norm", of_text, rows[5:], readers, block),
     )
 
 
-def _apply(call: Call, block: Any, name: str, video: Stream, text: Stream, *how: Any) -> None:
+def _apply(
+    call: Call, block: Any, name: str, video: streams.Stream, text: streams.Stream, *how: Any
+) -> None:
     """Applies ``_norms`` to both streams; ``how``: its last arguments."""
     for stream, norm in zip((video, text), _norms(call, block, name, None, *how)):
         if norm is not None:
@@ -103,11 +83,15 @@ def _apply(call: Call, block: Any, name: str, video: Stream, text: Stream, *how:
         break
 
 
-_FIRST_READERS = partial(fp8_readers, "attn1", QUERY_KEY_VALUE)
+_FIRST_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
 
 
 def _second_readers(block: Any, x: Tensor) -> Any:
-    return feed_forward_reader("ff", block, x) if _runs_twice(block._modules["ff"], x) else None
+    return (
+        linears.feed_forward_reader("ff", block, x)
+        if _runs_twice(block._modules["ff"], x)
+        else None
+    )
 
 
 def _block_forward(
@@ -128,9 +112,9 @@ def _block_forward(
         both[:] = _norms(call, block, "norm1", previous_x, temb, _FIRST_READERS)
         return both[0]
 
-    handed = take_over(call, self, (x, c, temb))
-    video = Stream(call, self, x, of_video, (temb,))
-    text = Stream(call, self, c, lambda *_: both[1], (temb,))
+    handed = streams.take_over(call, self, (x, c, temb))
+    video = streams.Stream(call, self, x, of_video, (temb,))
+    text = streams.Stream(call, self, c, lambda *_: both[1], (temb,))
     if handed is None:
         _apply(call, self, "norm1", video, text, temb, _FIRST_READERS)
     else:
@@ -143,19 +127,19 @@ def _block_forward(
     outs = _feed_forwards(self._modules["ff"], video.n, text.n)
     video.add(outs[0], video.rows[0])
     text.add(outs[1], text.rows[0])
-    return end(video, text)
+    return streams.end(video, text)
 
 
 def _runs_twice(module: Any, x: Any) -> bool:
     """Whether the feed-forward runs for each stream, or once for the concat if it has hooks."""
-    return is_plain(module, FEED_FORWARD) and may_run_ahead(module, x)
+    return is_plain(module, linears.FEED_FORWARD) and streams.may_run_ahead(module, x)
 
 
 def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:
     """The feed-forward of video and text."""
     if _runs_twice(module, n):
-        return feed_forward_branch(module, n), feed_forward_branch(module, c_n)
-    both = feed_forward(module, torch.cat([c_n, n], dim=1))
+        return linears.feed_forward_branch(module, n), linears.feed_forward_branch(module, c_n)
+    both = linears.feed_forward(module, torch.cat([c_n, n], dim=1))
     return both[:, c_n.shape[1] :], both[:, : c_n.shape[1]]
 
 
@@ -171,51 +155,56 @@ def _attention_forward(
     x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
-    if not inputs_taken(x, c):
+    if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
     norms = ("", "") if norm_notes(self, _QK_NORMS) else _QK_NORMS  # no names: applied here
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
-    if norms is _QK_NORMS and plain_weights(x.dtype, *layers):
-        each: list[Any] = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
+    if norms is _QK_NORMS and linears.plain_weights(x.dtype, *layers):
+        each: list[Any] = [(*linears.linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
     elif norms is _QK_NORMS and are_fp8(*layers):
-        each = [tuple(linears(n, *layers)) for n in (c, x)]
+        each = [tuple(linears.linears(n, *layers)) for n in (c, x)]
     else:  # hooks and adapters get the concat, as in the model
-        joint = linears(concat_streams(call, c, x), *layers)
+        joint = linears.linears(streams.concat_streams(call, c, x), *layers)
         if norms is not _QK_NORMS:
             by_head = [y.unflatten(2, (self.heads, -1)).transpose(1, 2) for y in joint[:2]]
             pair = [apply_norm(call, self, name, y) for name, y in zip(_QK_NORMS, by_head)]
             joint = [*(y.transpose(1, 2).flatten(2) for y in pair), joint[2]]
         each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    streams = [Projections(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
-    out = attend_to_all(call, self, streams, rotate, dropout_p=0.0, is_causal=False)
-    out = project_out(self, out)
+    both = [attention.Projections(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
+    out = attention.attend_to_all(call, self, both, rotate, dropout_p=0.0, is_causal=False)
+    out = attention.project_out(self, out)
     return out[:, length:], out[:, :length]
 
 
+def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
+    tables = {"image_rotary_emb": [split(0, 2), split(0, 2)]}
+    return {"": tables, **two_streams(model, split, gather)}
+
+
 _BLOCK = partial(
-    BlockSpec,
+    streams.BlockSpec,
     forward=_block_forward,
 )
 _SPECS = (
-    model_spec(f"{_COGVIDEOX}:CogVideoXTransformer3DModel", "transformer_blocks"),
+    model_spec(f"{_COGVIDEOX}:CogVideoXTransformer3DModel", "transformer_blocks", plan=_plan),
     model_spec(f"{_CONSISID}:ConsisIDTransformer3DModel", "transformer_blocks"),
     _BLOCK(f"{_COGVIDEOX}:CogVideoXBlock"),
     _BLOCK(
         f"{_CONSISID}:ConsisIDBlock",
         parameters="self hidden_states encoder_hidden_states temb image_rotary_emb",
     ),
-    AttentionSpec(
+    attention.AttentionSpec(
         f"{_ATTENTIONS}:Attention",
         _attention_forward,
         "qk_norm_rope",
         processor=f"{_ATTENTIONS}:CogVideoXAttnProcessor2_0",
-        **ROTATED_ATTENTION,
+        **attention.ROTATED_ATTENTION,
         dispatches=False,
     ),
     TIMESTEPS,
-    LINEAR_GELU,
+    linears.LINEAR_GELU,
 )
 _ONCE = ("patch_embed", "time_embedding", "ofs_embedding", "norm_final", "norm_out", "proj_out")
 _LAYERS = ONE_LIST

@@ -21,40 +21,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    ROTATED_ATTENTION,
-    AttentionSpec,
-    attend,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts import linears, streams
 from ..parts.embeddings import COSMOS_POSITIONS, TIMESTEPS
-from ..parts.linears import (
-    LINEAR_GELU,
-    QUERY_KEY_VALUE,
-    feed_forward_branch,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linear,
-    plain_weight,
-)
 from ..parts.norm_modules import COSMOS_OUTPUT_NORM
-from ..parts.streams import (
-    BlockSpec,
-    adaptive_norm,
-    end,
-    linear_of_silu,
-    may_run_ahead,
-    start,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _COSMOS = "diffusers.models.transformers.transformer_cosmos"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
+ADAPTIVE.append((KnownClass(f"{_COSMOS}:CosmosAdaLayerNormZero"), 3, (1, 0)))
 
 
 def _modulation(
@@ -62,10 +41,10 @@ def _modulation(
 ) -> Tensor | None:
     """``linear_2(linear_1(silu(t))) + shared``, with the sum in one launch if all samples share a row."""
     layer = module._modules["linear_2"]
-    hidden = linear_of_silu(call, module._modules["linear_1"], t, previous_x)
-    if hidden is None or (previous_x is not None and not may_run_ahead(layer, previous_x)):
+    hidden = streams.linear_of_silu(call, module._modules["linear_1"], t, previous_x)
+    if hidden is None or (previous_x is not None and not streams.may_run_ahead(layer, previous_x)):
         return None
-    plain = plain_weight(layer)
+    plain = linears.plain_weight(layer)
     if (
         plain is not None
         and plain[1] is None
@@ -73,22 +52,24 @@ def _modulation(
         and (shared.dim(), shared.shape[0], shared.dtype) == (2, 1, hidden.dtype)
     ):
         return F.linear(hidden, plain[0], shared[0])
-    out = linear(layer, hidden)
+    out = linears.linear(layer, hidden)
     return out if shared is None else out + shared
 
 
 # Rows are shift, scale and gate.
-_norm = partial(adaptive_norm, takes_emb=False, modulation_of=_modulation)
+_norm = partial(streams.adaptive_norm, takes_emb=False, modulation_of=_modulation)
 
 
 def _query_reader(block: Any, x: Tensor) -> Any:
     layers = ("to_q", "q_img") if "q_img" in block._modules["attn2"]._modules else ("to_q",)
-    return fp8_readers("attn2", layers, block, x)
+    return linears.fp8_readers("attn2", layers, block, x)
 
 
-_FIRST = partial(_norm, name="norm1", readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE))
+_FIRST = partial(
+    _norm, name="norm1", readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
+)
 _SECOND = partial(_norm, name="norm2", readers=_query_reader)
-_THIRD = partial(_norm, name="norm3", readers=partial(feed_forward_reader, "ff"))
+_THIRD = partial(_norm, name="norm3", readers=partial(linears.feed_forward_reader, "ff"))
 
 
 def _block_forward(
@@ -109,18 +90,18 @@ def _block_forward(
     if not kernels_take(x, *conditions, extra_pos_emb, controlnet_residual):
         return call.refuse(x, *conditions, extra_pos_emb, controlnet_residual)
     if self.before_proj is not None:
-        x = linear(self.before_proj, x) + latents
-    (s,) = start(call, self, (_FIRST,), (x,), conditions, addend=extra_pos_emb)
+        x = linears.linear(self.before_proj, x) + latents
+    (s,) = streams.start(call, self, (_FIRST,), (x,), conditions, addend=extra_pos_emb)
     s.add(modules["attn1"](s.n, image_rotary_emb=image_rotary_emb), s.rows[2])
     s.apply(_SECOND(call, self, None, *conditions))
     options = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
     s.add(modules["attn2"](s.n, **options), s.rows[2])
     s.apply(_THIRD(call, self, None, *conditions))
-    s.add(feed_forward_branch(modules["ff"], s.n), s.rows[2])
+    s.add(linears.feed_forward_branch(modules["ff"], s.n), s.rows[2])
     if controlnet_residual is not None:
         s.add(controlnet_residual)
-    x = end(s, hands_over=extra_pos_emb is None)
-    return x if self.after_proj is None else (x, linear(self.after_proj, x))
+    x = streams.end(s, hands_over=extra_pos_emb is None)
+    return x if self.after_proj is None else (x, linears.linear(self.after_proj, x))
 
 
 def _attention_forward(
@@ -137,21 +118,21 @@ def _attention_forward(
         return NotImplemented
     if isinstance(c, tuple):
         (c, image), (mask, image_mask) = c, mask or (None, None)
-    if not inputs_taken(x, c, image):
+    if not linears.inputs_taken(x, c, image):
         return call.refuse(x, c, image)
     rotate = partial(call.stand_in.functions[1].function, use_real_unbind_dim=-2, sequence_dim=1)
     how = (rotate, "per_head", self.heads, "half")
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    query, key, value = query_key_value(self, x, c)
-    query, key = norm_and_rotate(call, self, query, key, image_rotary_emb, *how)
-    out = attend(call, self, query, key, value, mask, **options)
+    query, key, value = attention.query_key_value(self, x, c)
+    query, key = attention.norm_and_rotate(call, self, query, key, image_rotary_emb, *how)
+    out = attention.attend(call, self, query, key, value, mask, **options)
     if image is not None:
         image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
-        query, key, value = query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
+        query, key, value = attention.query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
         norms = ("q_img_norm", "k_img_norm")
-        query, key = norm_and_rotate(call, self, query, key, None, *how, names=norms)
-        out = attend(call, self, query, key, value, image_mask, addend=out, **options)
-    return project_out(self, out)
+        query, key = attention.norm_and_rotate(call, self, query, key, None, *how, names=norms)
+        out = attention.attend(call, self, query, key, value, image_mask, addend=out, **options)
+    return attention.project_out(self, out)
 
 
 _PROCESSORS = {
@@ -161,19 +142,23 @@ _PROCESSORS = {
 _SPECS = (
     model_spec(f"{_COSMOS}:CosmosTransformer3DModel", "transformer_blocks"),
     model_spec(f"{_CONTROLNET}:CosmosControlNetModel", "control_blocks"),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_COSMOS}:CosmosTransformerBlock",
         _block_forward,
     ),
     *(
-        AttentionSpec(
-            path, _attention_forward, "qk_norm_rope", processor=processor, **ROTATED_ATTENTION
+        attention.AttentionSpec(
+            path,
+            _attention_forward,
+            "qk_norm_rope",
+            processor=processor,
+            **attention.ROTATED_ATTENTION,
         )
         for path, processor in _PROCESSORS.items()
     ),
     COSMOS_POSITIONS,
     TIMESTEPS,
-    LINEAR_GELU,
+    linears.LINEAR_GELU,
 )
 _ONCE = (
     *("patch_embed", "patch_embed_base", "learnable_pos_embed", "time_embed", "crossattn_proj"),

@@ -21,15 +21,8 @@ from ...operations.conditions import kernels_take
 from ..attention.modules import flux_attention_spec
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts import joint_blocks
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import (
-    DOUBLE_NORMS,
-    SINGLE_NORMS,
-    double_block,
-    double_spec,
-    single_block,
-    single_spec,
-)
 from ..parts.linears import LINEAR_GELU
 from ..parts.norm_modules import OUTPUT_NORM
 from ..quantized.precision import TWO_LISTS
@@ -51,7 +44,9 @@ def _double_block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
+    return joint_blocks.double_block(
+        call, self, joint_blocks.DOUBLE_NORMS, (x, c), (temb,), **more
+    )[::-1]
 
 
 def _single_block_forward(
@@ -71,15 +66,15 @@ def _single_block_forward(
     def attend(n: Any) -> Tensor:
         return self._modules["attn"](hidden_states=n, **more)
 
-    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend)
+    return joint_blocks.single_block(call, self, joint_blocks.SINGLE_NORMS, (c, x), (temb,), attend)
 
 
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
 _SPECS = (
     model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
     model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
-    double_spec(f"{_FLUX}:FluxTransformerBlock", _double_block_forward),
-    single_spec(f"{_FLUX}:FluxSingleTransformerBlock", _single_block_forward),
+    joint_blocks.double_spec(f"{_FLUX}:FluxTransformerBlock", _double_block_forward),
+    joint_blocks.single_spec(f"{_FLUX}:FluxSingleTransformerBlock", _single_block_forward),
     flux_attention_spec(f"{_FLUX}:FluxAttention"),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     axial_positions("diffusers.models.embeddings:FluxPosEmbed"),

@@ -10,7 +10,6 @@ gives query, key, value and the feed-forward's input, and one takes the concat o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,55 +18,23 @@ from torch import Tensor
 
 from ... import operations
 from ...operations.conditions import is_differentiated, kernels_take, may_write
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    flux_attention_spec,
-    norm_and_rotate,
-)
+from ..attention import modules as attention
 from ..core.checks import is_plain
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
+from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.joint_blocks import double_block
-from ..parts.linears import (
-    FLUX2_SWIGLU,
-    QUERY_KEY_VALUE,
-    SILU,
-    TEXT_QUERY_KEY_VALUE,
-    fp8_columns,
-    fp8_readers,
-    inputs_taken,
-    linear,
-    linear_of_concat,
-    linear_per_sample,
-    swiglu_spec,
-)
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import clip_to_float16
-from ..parts.streams import (
-    BlockSpec,
-    end,
-    plain_norm,
-    start,
-)
 from ..quantized.fp8_linears import computed
 from ..quantized.precision import ATTENTION_LAYERS, TWO_LISTS
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
 
-def _first_norm(
-    call: Call,
-    block: Any,
-    previous_x: Tensor | None,
-    *modulations: Tensor,
-    name: str,
-    count: int,
-    layers: Sequence[str],
-) -> Any:
+def _first_norm(call: Call, block, previous_x, *modulations, name, count, layers) -> Any:
     """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's.
     ``layers``: those of the attention that take the norm's result."""
     modulation = modulations[-1 if name.endswith("context") else 0]
@@ -77,14 +44,14 @@ def _first_norm(
         return by_token.chunk(count, dim=-1)
 
     rows_of = partial(call.shared, f"{name} rows", modulation, split)
-    readers = partial(fp8_readers, "attn", layers)
-    return plain_norm(call, block, previous_x, name=name, rows_of=rows_of, readers=readers)
+    readers = partial(linears.fp8_readers, "attn", layers)
+    return streams.plain_norm(call, block, previous_x, name=name, rows_of=rows_of, readers=readers)
 
 
 # Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
 _DOUBLE = (
-    partial(_first_norm, name="norm1", count=6, layers=QUERY_KEY_VALUE),
-    partial(_first_norm, name="norm1_context", count=6, layers=TEXT_QUERY_KEY_VALUE),
+    partial(_first_norm, name="norm1", count=6, layers=linears.QUERY_KEY_VALUE),
+    partial(_first_norm, name="norm1_context", count=6, layers=linears.TEXT_QUERY_KEY_VALUE),
 )
 # Rows are shift, scale and gate.
 _SINGLE = (partial(_first_norm, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
@@ -124,26 +91,21 @@ def _single_block_forward(
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
-    (s,) = start(call, self, _SINGLE, (x,), (temb_mod,))
+    (s,) = streams.start(call, self, _SINGLE, (x,), (temb_mod,))
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     s.add(self._modules["attn"](hidden_states=s.n, **more), s.rows[2])
-    x = clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
+    x = clip_to_float16(streams.end(s, hands_over=x.dtype != torch.float16))
     return (x[:, :text_seq_len], x[:, text_seq_len:]) if split_hidden_states else x
 
 
 def _parallel_attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs,
+    self: Any, call: Call, hidden_states, attention_mask=None, image_rotary_emb=None, **kwargs
 ) -> Tensor:
     if kwargs:
         return NotImplemented
-    if not inputs_taken(hidden_states):
+    if not linears.inputs_taken(hidden_states):
         return call.refuse(hidden_states)
-    packed = linear(self._modules["to_qkv_mlp_proj"], hidden_states)
+    packed = linears.linear(self._modules["to_qkv_mlp_proj"], hidden_states)
     # In proportion, because tensor parallelism leaves each rank a part of both.
     size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor
     size = packed.shape[-1] * size // (size + mlp_size)
@@ -152,58 +114,58 @@ def _parallel_attention_forward(
     heads = query.shape[2] // self.head_dim
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", heads)
-    config = context_parallel_of(call, self)
-    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+    config = attention.context_parallel_of(call, self)
+    query, key = attention.norm_and_rotate(call, self, query, key, *how, config=config)
     operands = query, key, value, attention_mask
     activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
     is_branch = type(hidden_states) is QuantizedRows
     if (
         may_write()
-        and is_plain(activation, FLUX2_SWIGLU)
-        and is_plain(activation._modules.get("gate_fn"), SILU)
+        and is_plain(activation, linears.FLUX2_SWIGLU)
+        and is_plain(activation._modules.get("gate_fn"), linears.SILU)
         and mlp.shape[-1] % 2 == 0
         and kernels_take(mlp, query)
         and not is_differentiated(mlp, query)
     ):
         # Both results are written into one buffer.
-        columns = fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
+        columns = linears.fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
         if columns is not None:
-            out = attend(call, self, *operands, heads=heads)
+            out = attention.attend(call, self, *operands, heads=heads)
             operations.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
-            product = linear_of_concat(call, to_out, out, columns)
+            product = linears.linear_of_concat(call, to_out, out, columns)
             return product if is_branch else computed(product)
         size = heads * self.head_dim
         both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
         place = both[..., :size]
-        out = attend(call, self, *operands, heads=heads, out=place)
+        out = attention.attend(call, self, *operands, heads=heads, out=place)
         if out is not place:
             place.copy_(out)
         operations.swiglu(mlp, activated="first", out=both[..., size:])
     else:
-        out = attend(call, self, *operands, heads=heads)
+        out = attention.attend(call, self, *operands, heads=heads)
         both = torch.cat([out, activation(mlp)], dim=-1)
-    return linear_per_sample(to_out, both, is_branch)
+    return linears.linear_per_sample(to_out, both, is_branch)
 
 
 _SPECS = (
     model_spec(
         f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
     ),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_FLUX2}:Flux2TransformerBlock",
         _double_block_forward,
     ),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_FLUX2}:Flux2SingleTransformerBlock",
         _single_block_forward,
     ),
-    flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
-    AttentionSpec(
+    attention.flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
+    attention.AttentionSpec(
         f"{_FLUX2}:Flux2ParallelSelfAttention", _parallel_attention_forward, "qk_norm_rope, swiglu"
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
+    linears.swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img"),

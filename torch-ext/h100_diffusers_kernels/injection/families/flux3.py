@@ -17,25 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    attend,
-    flux_attention_spec,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
+from ..parts import linears
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.linears import (
-    QUERY_KEY_VALUE,
-    feed_forward,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linear,
-    swiglu_spec,
-)
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, Rows, concat_streams, end, plain_norm, start
@@ -46,8 +32,8 @@ _FLUX3 = "diffusers.models.transformers.transformer_flux3"
 
 def _readers(block: Any, x: Tensor) -> Any:
     """Attention and feed-forward."""
-    weights = fp8_readers("attn", QUERY_KEY_VALUE, block, x)
-    others = None if weights is None else feed_forward_reader("ff", block, x)
+    weights = linears.fp8_readers("attn", linears.QUERY_KEY_VALUE, block, x)
+    others = None if weights is None else linears.feed_forward_reader("ff", block, x)
     return {**weights, **others} if weights and others else None
 
 
@@ -80,13 +66,7 @@ def _mode_block_forward(
 
 
 def _single_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb_mod: Tensor,
-    temb_mod_context: Tensor,
-    image_rotary_emb: Any,
+    self, call, hidden_states, encoder_hidden_states, temb_mod, temb_mod_context, image_rotary_emb
 ) -> tuple[Tensor, Tensor]:
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod, temb_mod_context)
     if not kernels_take(x, c, *conditions):
@@ -102,28 +82,26 @@ def _single_block_forward(
 def _attention_and_feed_forward(block: Any, n: Any, rope: Any) -> tuple[Tensor, Tensor]:
     modules = block._modules
     attention_out = modules["attn"](hidden_states=n, image_rotary_emb=rope)
-    return attention_out, feed_forward(modules["ff"], n)
+    return attention_out, linears.feed_forward(modules["ff"], n)
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
+    self: Any, call: Call, hidden_states, attention_mask=None, image_rotary_emb=None
 ) -> Tensor:
-    if not inputs_taken(hidden_states):
+    if not linears.inputs_taken(hidden_states):
         return call.refuse(hidden_states)
     rotation, project = (known.function for known in call.stand_in.functions[1:])
     if self.fused_projections:
         query, key, value = project(self, hidden_states)
     else:
-        query, key, value = query_key_value(self, hidden_states, None)
+        query, key, value = attention.query_key_value(self, hidden_states, None)
     rotate = partial(rotation, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.heads)
-    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR)
-    out = attend(call, self, query, key, value, attention_mask, heads=self.heads)
-    return project_out(self, out)
+    query, key = attention.norm_and_rotate(
+        call, self, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR
+    )
+    out = attention.attend(call, self, query, key, value, attention_mask, heads=self.heads)
+    return attention.project_out(self, out)
 
 
 def _one_row(temb: Tensor) -> Tensor:
@@ -135,13 +113,13 @@ def _modulation_forward(self: Any, call: Call, temb: Tensor) -> Tensor:
     row, state = _one_row(temb), call.state
     if row is not temb and (is_wrapped(self) or state is None or state.has_hooks()):
         row = temb  # hooks may write to the result, and writes to an expanded tensor raise
-    out = linear(self._modules["linear"], row)
+    out = linears.linear(self._modules["linear"], row)
     return out if row is temb else out.expand(-1, temb.shape[1], -1)
 
 
 def _output_norm_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     modules = self._modules
-    row = linear(modules["linear"], modules["act_fn"](_one_row(temb)))
+    row = linears.linear(modules["linear"], modules["act_fn"](_one_row(temb)))
     scale, shift = row.chunk(2, dim=-1)
     return norm_and_modulate(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
 
@@ -159,8 +137,8 @@ _SPECS = (
     model_spec(f"{_FLUX3}:Flux3Transformer2DModel", *_LISTS, "single_transformer_blocks"),
     _block("Flux3ModeTransformerBlock", _mode_block_forward),
     _block("Flux3SingleTransformerBlock", _single_block_forward),
-    flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
-    swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
+    attention.flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
+    linears.swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
     PatchSpec(f"{_FLUX3}:Flux3Modulation", _modulation_forward, _ONE_ROW),
     PatchSpec(f"{_FLUX3}:Flux3AdaLayerNorm", _output_norm_forward, "layer_norm_modulate"),
     axial_positions(f"{_FLUX3}:Flux3PosEmbed"),

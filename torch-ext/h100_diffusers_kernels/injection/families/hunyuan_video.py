@@ -15,6 +15,7 @@ A block of the text's refiner has the gates of a linear layer of the time embedd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,58 +24,25 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    ROTATED_ATTENTION,
-    AttentionSpec,
-    attend_jointly,
-    attend_to_all,
-    context_parallel_of,
-    key_lengths_of,
-    project,
-    project_out,
-    project_text_out,
-)
+from ..attention import modules as attention
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
-from ..core.patch import Call, PatchSpec
+from ..core.patch import Call
 from ..parallel.exchange import mask_of_rank
+from ..parallel.plans import two_streams
+from ..parts import joint_blocks, streams
 from ..parts.embeddings import TIMESTEPS
-from ..parts.joint_blocks import (
-    DOUBLE_NORMS,
-    FLUX_OPERATIONS,
-    IMAGE_READERS,
-    SINGLE_NORMS,
-    SINGLE_READERS,
-    double_block,
-    double_spec,
-    single_block,
-    single_spec,
-)
 from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import ChosenRows
-from ..parts.streams import (
-    BlockSpec,
-    FirstNorm,
-    FirstNorms,
-    Stream,
-    adaptive_norm,
-    concat_streams,
-    linear_of_silu,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ONE_LIST, TWO_LISTS, Layers
 
 _MODELS = "diffusers.models.transformers.transformer_"
 
 
 def _run_double_block(
-    block: Any,
-    call: Call,
-    first_norms: FirstNorms,
-    x: Tensor,
-    c: Tensor,
-    conditions: tuple[Any, ...],
-    mask: Any,
-    rope: Any,
+    block, call: Call, first_norms, x, c, conditions, mask, rope
 ) -> tuple[Tensor, Tensor]:
     """A block of image x and text c. ``conditions``: as in ``streams.start``, first the embeddings."""
     if not kernels_take(x, c, *conditions[:2]):
@@ -82,18 +50,13 @@ def _run_double_block(
     if call.state is not None:
         call.state.block_mask = mask
     options = {"attention_mask": mask, "image_rotary_emb": rope}
-    return double_block(call, block, first_norms, (x, c), conditions, clips=False, **options)
+    return joint_blocks.double_block(
+        call, block, first_norms, (x, c), conditions, clips=False, **options
+    )
 
 
 def _run_single_block(
-    block: Any,
-    call: Call,
-    first_norms: FirstNorms,
-    x: Tensor,
-    c: Tensor,
-    conditions: tuple[Any, ...],
-    mask: Any,
-    rope: Any,
+    block, call: Call, first_norms, x, c, conditions, mask, rope
 ) -> tuple[Tensor, Tensor]:
     """A block of the concat of both. Query, key, value and feed-forward take the same norm."""
     if not kernels_take(x, c, *conditions[:2]):
@@ -103,11 +66,13 @@ def _run_single_block(
     def attend(n: Any) -> Tensor:
         if call.state is not None:
             call.state.block_mask = mask
-        streams = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
+        both = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
         options = {"attention_mask": mask, "image_rotary_emb": rope}
-        return concat_streams(call, *block._modules["attn"](**streams, **options))
+        return streams.concat_streams(call, *block._modules["attn"](**both, **options))
 
-    return single_block(call, block, first_norms, (x, c), conditions, attend, clips=False)
+    return joint_blocks.single_block(
+        call, block, first_norms, (x, c), conditions, attend, clips=False
+    )
 
 
 def _attention_forward(
@@ -137,25 +102,25 @@ def _attention_forward(
             if mask.shape[0] != x.shape[0]:
                 return NotImplemented  # the model's own code raises
             mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
-        config = context_parallel_of(call, self)
+        config = attention.context_parallel_of(call, self)
         if config is not None:
             mask = mask_of_rank(config, mask, length, c.shape[1])
         elif is_prefix:
             shape = x.shape[0], length + c.shape[1]
-            options = key_lengths_of(call, attention_mask, mask, *shape)
+            options = attention.key_lengths_of(call, attention_mask, mask, *shape)
     if modules.get("add_q_proj") is not None:
-        streams = project(call, self, x, c, rope, None)
-        out, c_out = attend_jointly(call, self, streams, rotate, mask, **options)
+        both = attention.project(call, self, x, c, rope, None)
+        out, c_out = attention.attend_jointly(call, self, both, rotate, mask, **options)
         if masks_text and mask is not None:
             of_padding = call.shared("padding", mask, lambda m: ~m[:, 0, 0, length:, None])
             c_out = c_out.masked_fill(of_padding, 0)
-        return project_out(self, out, x), project_text_out(self, c_out, c)
+        return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
     if rope is not None:
         extend = partial(_extended, count=c.shape[1])
         rope = call.shared(("tables", c.shape[1]), rope, extend)
-    streams = project(call, self, concat_streams(call, x, c), None, rope, None)
-    out = attend_to_all(call, self, streams, rotate, mask, **options)
-    return project_out(self, out[:, :length]), out[:, length:]
+    both = attention.project(call, self, streams.concat_streams(call, x, c), None, rope, None)
+    out = attention.attend_to_all(call, self, both, rotate, mask, **options)
+    return attention.project_out(self, out[:, :length]), out[:, length:]
 
 
 def _is_pair_of_tables(rope: Any) -> bool:
@@ -176,7 +141,7 @@ def _mask_of_all(mask: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _JointAttention(AttentionSpec):
+class _JointAttention(attention.AttentionSpec):
     """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone."""
 
     def matches(self, module: Any) -> bool:
@@ -184,7 +149,7 @@ class _JointAttention(AttentionSpec):
         return matches and bool(module.pre_only or module.added_kv_proj_dim is not None)
 
 
-def _joint_attention(processor: str, **how: Any) -> AttentionSpec:
+def _joint_attention(processor: str, **how: Any) -> attention.AttentionSpec:
     """``how``: see ``_attention_forward``."""
     return _JointAttention(
         "diffusers.models.attention_processor:Attention",
@@ -192,7 +157,7 @@ def _joint_attention(processor: str, **how: Any) -> AttentionSpec:
         "qk_norm_rope",
         processor=processor,
         splits_masks=False,
-        **ROTATED_ATTENTION,
+        **attention.ROTATED_ATTENTION,
     )
 
 
@@ -215,7 +180,9 @@ def _double_block_forward(
     # The first block gets the transposed result of a convolution.
     x, c = hidden_states.contiguous(), encoder_hidden_states
     rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
-    return _run_double_block(self, call, DOUBLE_NORMS, x, c, (temb,), attention_mask, rope)
+    return _run_double_block(
+        self, call, joint_blocks.DOUBLE_NORMS, x, c, (temb,), attention_mask, rope
+    )
 
 
 def _single_block_forward(
@@ -230,7 +197,7 @@ def _single_block_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-    return _run_single_block(self, call, SINGLE_NORMS, x, c, (temb,), mask, rope)
+    return _run_single_block(self, call, joint_blocks.SINGLE_NORMS, x, c, (temb,), mask, rope)
 
 
 def _refiner_block_forward(
@@ -239,7 +206,7 @@ def _refiner_block_forward(
     x, modules = hidden_states, self._modules
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    s = Stream(call, self, x)
+    s = streams.Stream(call, self, x)
     n = s.norm("norm1")
     out = modules["attn"](
         hidden_states=n, encoder_hidden_states=None, attention_mask=attention_mask
@@ -255,6 +222,10 @@ def _refiner_block_forward(
 
 _VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
 _REPLACING = f"{_VIDEO}:HunyuanVideoTokenReplace"
+ADAPTIVE += [
+    (KnownClass(f"{_REPLACING}AdaLayerNormZero"), 6, (1, 0)),
+    (KnownClass(f"{_REPLACING}AdaLayerNormZeroSingle"), 3, (1, 0)),
+]
 
 
 def _modulation(
@@ -262,25 +233,15 @@ def _modulation(
 ) -> Tensor | None:
     """Both embeddings' rows, (2 * B, N * D)."""
     layer = module._modules["linear"]
-    rows = linear_of_silu(call, layer, temb, previous_x)
-    of_first = linear_of_silu(call, layer, replacing, previous_x, "replacing silu")
+    rows = streams.linear_of_silu(call, layer, temb, previous_x)
+    of_first = streams.linear_of_silu(call, layer, replacing, previous_x, "replacing silu")
     return None if rows is None or of_first is None else torch.cat([rows, of_first])
 
 
-def _first_norm(
-    call: Call,
-    block: Any,
-    previous_x: Tensor | None,
-    temb: Tensor,
-    replacing: Tensor,
-    first: int,
-    *,
-    length: int,
-    **how: Any,
-) -> Any:
+def _first_norm(call: Call, block, previous_x, temb, replacing, first, *, length, **how) -> Any:
     """``adaptive_norm`` for ``length`` tokens; the ``first`` ones take the second embedding's rows."""
     how.update(takes_emb=False, modulation_of=_modulation)
-    made = adaptive_norm(call, block, previous_x, temb, replacing, first, **how)
+    made = streams.adaptive_norm(call, block, previous_x, temb, replacing, first, **how)
     if made is None:
         return None
     make = partial(_indices, first=first, length=length)
@@ -289,7 +250,7 @@ def _first_norm(
     def chosen(rows: Tensor) -> ChosenRows:
         return ChosenRows(rows.squeeze(1), index)
 
-    if isinstance(made, FirstNorm):
+    if isinstance(made, streams.FirstNorm):
         modulation, rows = (tuple(map(chosen, each)) for each in (made.modulation, made.rows))
         return made._replace(modulation=modulation, rows=rows)
 
@@ -311,7 +272,7 @@ def _indices(temb: Tensor, first: int, length: int) -> Tensor:
 
 
 def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, *_: Any) -> Any:
-    return DOUBLE_NORMS[1](call, block, previous_x, temb)
+    return joint_blocks.DOUBLE_NORMS[1](call, block, previous_x, temb)
 
 
 def _replacing_double_block_forward(
@@ -328,7 +289,7 @@ def _replacing_double_block_forward(
     x, c, first = hidden_states.contiguous(), encoder_hidden_states, num_tokens
     if token_replace_emb is None or first is None:
         return NotImplemented
-    how: Any = {"name": "norm1", "length": x.shape[1], "readers": IMAGE_READERS}
+    how: Any = {"name": "norm1", "length": x.shape[1], "readers": joint_blocks.IMAGE_READERS}
     first_norms = (partial(_first_norm, **how), _text_norm)
     conditions = (temb, token_replace_emb, first)
     return _run_double_block(self, call, first_norms, x, c, conditions, attention_mask, freqs_cis)
@@ -349,7 +310,7 @@ def _replacing_single_block_forward(
     if token_replace_emb is None or first is None:
         return NotImplemented
     length = x.shape[1] + c.shape[1]
-    how: Any = {"name": "norm", "length": length, "readers": SINGLE_READERS}
+    how: Any = {"name": "norm", "length": length, "readers": joint_blocks.SINGLE_READERS}
     first_norms, conditions = (partial(_first_norm, **how),), (temb, token_replace_emb, first)
     return _run_single_block(
         self, call, first_norms, x, c, conditions, attention_mask, image_rotary_emb
@@ -357,17 +318,29 @@ def _replacing_single_block_forward(
 
 
 _REPLACING_BLOCKS = (
-    double_spec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
-    single_spec(
+    joint_blocks.double_spec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
+    joint_blocks.single_spec(
         f"{_REPLACING}SingleTransformerBlock",
         _replacing_single_block_forward,
-        operations=FLUX_OPERATIONS,
+        operations=joint_blocks.FLUX_OPERATIONS,
     ),
 )
 
 
 # --------------------------------------------------------------------------------------------------
 # Families
+
+
+def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
+    kind = getattr(model.config, "image_condition_type", None)
+    if kind == "token_replace":
+        raise ValueError(
+            "context_parallel_plan: HunyuanVideo with image_condition_type 'token_replace' counts the "
+            "tokens of the first frame, which ranks cannot split"
+        )
+    tables = {i: split(0, 2, split_output=True) for i in range(2)}
+    return {"rope": tables, **two_streams(model, split, gather)}
+
 
 _BLOCK = "self hidden_states encoder_hidden_states temb attention_mask"
 _ONCE = (
@@ -378,13 +351,7 @@ _ONCE = (
 
 
 def _family(
-    name: str,
-    library: str,
-    prefix: str,
-    processor: str,
-    *specs: PatchSpec,
-    layers: Layers = TWO_LISTS,
-    **how: Any,
+    name: str, library: str, prefix: str, processor: str, *specs, layers: Layers = TWO_LISTS, **how
 ) -> Family:
     """``prefix``: of the names of the blocks' classes. ``how``: see ``_attention_forward``."""
     path = f"{_MODELS}{library}:{prefix}"
@@ -393,13 +360,13 @@ def _family(
         name,
         (
             *specs,
-            double_spec(
+            joint_blocks.double_spec(
                 f"{path}TransformerBlock",
                 _double_block_forward,
                 parameters=f"{_BLOCK} {rope} args kwargs",
             ),
-            single_spec(f"{path}SingleTransformerBlock", _single_block_forward),
-            BlockSpec(
+            joint_blocks.single_spec(f"{path}SingleTransformerBlock", _single_block_forward),
+            streams.BlockSpec(
                 f"{path}IndividualTokenRefinerBlock",
                 _refiner_block_forward,
             ),
@@ -421,7 +388,7 @@ FAMILIES = (
         "hunyuan_video",
         "HunyuanVideo",
         "HunyuanVideoAttnProcessor2_0",
-        model_spec(f"{_MODELS}hunyuan_video:HunyuanVideoTransformer3DModel", *_LISTS),
+        model_spec(f"{_MODELS}hunyuan_video:HunyuanVideoTransformer3DModel", *_LISTS, plan=_plan),
         model_spec(
             f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel", *_LISTS
         ),

@@ -24,15 +24,8 @@ from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, query_key_value
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
+from ..parts import linears
 from ..parts.embeddings import axial_positions
-from ..parts.linears import (
-    QUERY_KEY_VALUE,
-    fp8_readers,
-    gated_feed_forward,
-    inputs_taken,
-    linear,
-    weights_of_products,
-)
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, end, plain_norm, start, table_norm
@@ -41,20 +34,15 @@ from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
 
 
-_READERS = partial(fp8_readers, "attn", (*QUERY_KEY_VALUE, "to_gate"))
-_FF_READERS = partial(fp8_readers, "ff", ("gate", "up"))
+_READERS = partial(linears.fp8_readers, "attn", (*linears.QUERY_KEY_VALUE, "to_gate"))
+_FF_READERS = partial(linears.fp8_readers, "ff", ("gate", "up"))
 # Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
 _FIRST_NORMS = (partial(table_norm, scale_first=True, readers=_READERS),)
 _FIRST_NORMS_OF_TEXT = (partial(plain_norm, name="norm1", readers=_READERS),)
 
 
 def _block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Any,
-    attention_mask: Tensor | None = None,
+    self: Any, call: Call, hidden_states, temb, image_rotary_emb, attention_mask=None
 ) -> Tensor:
     x, modules = hidden_states, self._modules
     if not kernels_take(x, temb):
@@ -80,27 +68,24 @@ def _text_block_forward(
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs: Any,
+    self: Any, call: Call, hidden_states, attention_mask=None, image_rotary_emb=None, **kwargs
 ) -> Tensor:
     x, mask, modules = hidden_states, attention_mask, self._modules
     if kwargs:
         return NotImplemented
-    if not inputs_taken(x):
+    if not linears.inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, None)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     how = (image_rotary_emb, rotate, "per_head", self.num_heads)
     query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.IN_NORMS)
     arguments = (call, self, query, key, value, mask)
-    weights = weights_of_products(call, x, modules["to_gate"])
+    weights = linears.weights_of_products(call, x, modules["to_gate"])
     if weights is None or query.dtype is not x.dtype:
         out = attend(*arguments, heads=self.num_heads)
-        return linear(modules["to_out"][0], out * torch.sigmoid(linear(modules["to_gate"], x)))
+        return linears.linear(
+            modules["to_out"][0], out * torch.sigmoid(linears.linear(modules["to_gate"], x))
+        )
     size = query.shape[2]
     both = x.new_empty(*x.shape[:2], 2 * size)
     place, gate = both[..., :size], both[..., size:]
@@ -109,11 +94,13 @@ def _attention_forward(
     if out is not place:
         place.copy_(out)
     # First half * sigmoid(second half), in one pass. The processor leaves the dropout out.
-    return linear(modules["to_out"][0], F.glu(both))
+    return linears.linear(modules["to_out"][0], F.glu(both))
 
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
-    return gated_feed_forward(self, call, hidden_states, gate="gate", value="up", out="down")
+    return linears.gated_feed_forward(
+        self, call, hidden_states, gate="gate", value="up", out="down"
+    )
 
 
 def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
@@ -121,7 +108,7 @@ def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
-    return linear(
+    return linears.linear(
         self._modules["linear"],
         norm_and_modulate(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS),
     )

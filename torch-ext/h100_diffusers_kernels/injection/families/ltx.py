@@ -22,26 +22,12 @@ from torch import Tensor
 
 from ...operations import CoordinateRope
 from ...operations.conditions import kernels_run_on, kernels_take, tracks_derivatives
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
+from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    LINEAR_GELU,
-    QUERY_KEY_VALUE,
-    feed_forward_branch,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-)
 from ..parts.rotary import CoordinateTables
 from ..parts.streams import BlockSpec, end, start, table_norm
 from ..quantized.precision import ONE_LIST
@@ -50,8 +36,10 @@ _LTX = "diffusers.models.transformers.transformer_ltx"
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_FIRST_NORMS = (partial(table_norm, readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE)),)
-_FF_READER = partial(feed_forward_reader, "ff")
+_FIRST_NORMS = (
+    partial(table_norm, readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)),
+)
+_FF_READER = partial(linears.feed_forward_reader, "ff")
 
 
 def _block_forward(
@@ -78,7 +66,7 @@ def _block_forward(
     options = {"image_rotary_emb": None, "attention_mask": mask}
     s.add(modules["attn2"](s.x, encoder_hidden_states=c, **options))
     n = s.norm("norm2", scale_mlp, shift_mlp, readers=_FF_READER)
-    s.add(feed_forward_branch(modules["ff"], n), gate_mlp)
+    s.add(linears.feed_forward_branch(modules["ff"], n), gate_mlp)
     return end(s)
 
 
@@ -91,23 +79,12 @@ def _attention_forward(
     image_rotary_emb: Any = None,
     **kwargs,
 ) -> Tensor:
-    x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not inputs_taken(x):
-        return call.refuse(x)
-    config = context_parallel_of(call, self)
-    query, key, value = query_key_value(self, x, c, config=config)
-    how = (image_rotary_emb, call.stand_in.functions[1].function, "across_heads", self.heads)
-    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
-
-    def expand_mask(mask: Tensor) -> Tensor:
-        mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-        return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
-
-    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
-    return project_out(self, out, x)
+    rotate = call.stand_in.functions[1].function
+    operands = (hidden_states, encoder_hidden_states, image_rotary_emb, rotate, attention_mask)
+    options: Any = {"form": "across_heads", "prepares_mask": True}
+    return attention.run_attention(call, self, *operands, **options, dropout_p=0.0, is_causal=False)
 
 
 def _rope_forward(
@@ -172,14 +149,14 @@ _SPECS = (
         f"{_LTX}:LTXVideoTransformerBlock",
         _block_forward,
     ),
-    AttentionSpec(
+    attention.AttentionSpec(
         f"{_LTX}:LTXAttention",
         _attention_forward,
         "qk_norm_rope, rms_norm",
         processor=f"{_LTX}:LTXVideoAttnProcessor",
     ),
     TIMESTEPS,
-    LINEAR_GELU,
+    linears.LINEAR_GELU,
 )
 _ONCE = ("proj_in", "time_embed", "caption_projection", "norm_out", "proj_out")
 # As in Lightricks' FP8 checkpoint of LTX-2.

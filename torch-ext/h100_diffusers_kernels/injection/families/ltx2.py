@@ -28,29 +28,15 @@ from torch import Tensor
 
 from ...operations import CoordinateRope
 from ...operations.conditions import kernels_run_on, kernels_take, tracks_derivatives
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parallel.exchange import rank_and_size
+from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    LINEAR_GELU,
-    feed_forward_branch,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linear,
-)
 from ..parts.rotary import CoordinateTables, part_of_tables
-from ..parts.streams import BlockSpec, Stream, end, plain_norm, start, table_rows
+from ..parts.streams import BlockSpec, end, plain_norm, start, table_rows
 from ..quantized.precision import ONE_LIST
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
@@ -61,13 +47,13 @@ def _query_readers(name: str, block: Any, x: Tensor, others: tuple[str, ...] = (
     with the names ``others``."""
     has_gate = block._modules[name]._modules.get("to_gate_logits") is not None
     layers = ("to_q", *others, *(("to_gate_logits",) if has_gate else ()))
-    return fp8_readers(name, layers, block, x)
+    return linears.fp8_readers(name, layers, block, x)
 
 
 def _cross_readers(query: str, key: str, block: Any, x: Tensor) -> Any:
     """``streams.Readers`` of ``block.query`` for its query, and of ``block.key`` for key and value."""
     of_query = _query_readers(query, block, x)
-    of_key = None if of_query is None else fp8_readers(key, ("to_k", "to_v"), block, x)
+    of_key = None if of_query is None else linears.fp8_readers(key, ("to_k", "to_v"), block, x)
     return {**of_query, **of_key} if of_query and of_key else None
 
 
@@ -188,21 +174,13 @@ def _block_forward(
 
     for stream, name in ((video, _VIDEO), (sound, _AUDIO)):
         _, _, _, shift, scale, gate = stream.rows[:6]
-        readers = partial(feed_forward_reader, f"{name}ff")
+        readers = partial(linears.feed_forward_reader, f"{name}ff")
         n = stream.norm(f"{name}norm3", scale, shift, readers=readers)
-        stream.add(feed_forward_branch(modules[f"{name}ff"], n), gate)
+        stream.add(linears.feed_forward_branch(modules[f"{name}ff"], n), gate)
     return end(video, sound)
 
 
-def _attend_to_text(
-    block: Any,
-    name: str,
-    is_modulated: bool,
-    stream: Stream,
-    c: Tensor,
-    temb_prompt: Tensor | None,
-    mask: Tensor | None,
-) -> None:
+def _attend_to_text(block, name, is_modulated, stream, c, temb_prompt, mask) -> None:
     """Adds attention to the text; ``name``: how the names of the stream's parts begin."""
     shift, scale, gate = stream.rows[6:9] if is_modulated else (None, None, None)
     modulation = (scale, shift) if is_modulated else ()
@@ -238,26 +216,26 @@ def _attention_forward(
     is_plain = perturbation_mask is all_perturbed is None
     if kwargs or not (is_plain or spec.is_other(self)):
         return NotImplemented
-    if not inputs_taken(x, c):
+    if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
     if isinstance(all_perturbed, Tensor):
         # Its value on the GPU is not read: the mask selects the values then.
         all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
     gate = None
     if modules.get("to_gate_logits") is not None:
-        gate = 2.0 * torch.sigmoid(linear(modules["to_gate_logits"], x))
+        gate = 2.0 * torch.sigmoid(linears.linear(modules["to_gate_logits"], x))
     if all_perturbed:
-        out = linear(modules["to_v"], x if c is None else c)
+        out = linears.linear(modules["to_v"], x if c is None else c)
     else:
-        config = context_parallel_of(call, self) if perturbation_mask is None else None
-        query, key, value = query_key_value(self, x, c, config=config)
+        config = attention.context_parallel_of(call, self) if perturbation_mask is None else None
+        query, key, value = attention.query_key_value(self, x, c, config=config)
         is_split = self.rope_type == "split"
         rotate = call.stand_in.functions[2 if is_split else 1].function
         ropes = (query_rotary_emb, key_rotary_emb)
         if config is not None:
             of_key = x if c is None else c
             ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
-        query, key = norm_and_rotate(
+        query, key = attention.norm_and_rotate(
             *(call, self, query, key, ropes[0]),
             *(rotate, "across_heads", self.heads),
             layout="half" if is_split else "interleaved",
@@ -272,12 +250,14 @@ def _attention_forward(
         options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
         if perturbation_mask is None:
             options["gate"], gate = gate, None
-        out = attend(call, self, query, key, value, attention_mask, expand_mask, **options)
+        out = attention.attend(
+            call, self, query, key, value, attention_mask, expand_mask, **options
+        )
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
     if gate is not None:
         out = (out.unflatten(2, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(2)
-    return project_out(self, out)
+    return attention.project_out(self, out)
 
 
 def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
@@ -320,7 +300,7 @@ def _frequencies(theta: float, count: int, is_double: bool, device: torch.device
 _ROPE = PatchSpec(
     f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
 )
-_ATTENTION = AttentionSpec(
+_ATTENTION = attention.AttentionSpec(
     f"{_LTX2}:LTX2Attention",
     _attention_forward,
     "qk_norm_rope",
@@ -340,7 +320,7 @@ _SPECS = (
     ),
     _ATTENTION,
     TIMESTEPS,
-    LINEAR_GELU,
+    linears.LINEAR_GELU,
 )
 _ONCE = (
     *("proj_in", "audio_proj_in", "time_embed", "audio_time_embed", "norm_out", "audio_norm_out"),

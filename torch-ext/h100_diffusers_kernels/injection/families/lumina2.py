@@ -20,31 +20,20 @@ from typing import Any
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    key_lengths_of,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.checks import KnownClass, is_plain, why_not_plain
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
+from ..parts import streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken
-from ..parts.streams import (
-    BlockSpec,
-    adaptive_norm,
-    end,
-    plain_norm,
-    start,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
+ADAPTIVE.append((KnownClass("diffusers.models.normalization:LuminaRMSNormZero"), 4, (0, None)))
 
 
 _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
@@ -54,32 +43,27 @@ def _first_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Any) ->
     """The last rows are the gate of attention, and scale and gate of the feed-forward; or no rows."""
     how: Any = {"name": "norm1", "readers": IMAGE_READERS}
     if not block.modulation:
-        return plain_norm(call, block, previous_x, **how)
-    return adaptive_norm(call, block, previous_x, temb, takes_emb=False, **how)
+        return streams.plain_norm(call, block, previous_x, **how)
+    return streams.adaptive_norm(call, block, previous_x, temb, takes_emb=False, **how)
 
 
 def _block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None,
-    image_rotary_emb: Tensor,
-    temb: Tensor | None = None,
+    self: Any, call: Call, hidden_states, attention_mask, image_rotary_emb, temb=None
 ) -> Tensor:
     x, modules, is_modulated = hidden_states, self._modules, self.modulation
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (s,) = start(call, self, (_first_norm,), (x,), (temb,))
+    (s,) = streams.start(call, self, (_first_norm,), (x,), (temb,))
     gate, scale_mlp, gate_mlp = s.rows[-3:] or (None,) * 3
     if s.rows and call.state is not None:  # blocks of the text have the user's mask
         call.state.block_mask = attention_mask
-    streams = {"hidden_states": s.n, "encoder_hidden_states": s.n}
+    both = {"hidden_states": s.n, "encoder_hidden_states": s.n}
     options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
-    s.add(modules["attn"](**streams, **options), gate, "norm2", is_modulated)
+    s.add(modules["attn"](**both, **options), gate, "norm2", is_modulated)
     modulation = (scale_mlp, None) if s.rows else ()
     out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
     s.add(out, gate_mlp, "ffn_norm2", is_modulated)
-    return end(s)
+    return streams.end(s)
 
 
 def _attention_forward(
@@ -96,19 +80,21 @@ def _attention_forward(
         return NotImplemented
     if not inputs_taken(x, context):
         return call.refuse(x, context)
-    query, key, value = query_key_value(self, x, None if context is x else context)
+    query, key, value = attention.query_key_value(self, x, None if context is x else context)
     rotate = call.stand_in.functions[1].function
     tables = None if freqs is None else call.shared("tables", freqs, _tables)
     how = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
-    query, key = norm_and_rotate(call, self, query, key, *how)
+    query, key = attention.norm_and_rotate(call, self, query, key, *how)
     if not query.shape[0] == x.shape[0] == context.shape[0]:
         return NotImplemented  # the model's own code raises
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
     if mask is not None:
         mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
-        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
+        options.update(attention.key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return project_out(self, attend(call, self, query, key, value, mask, **options))
+    return attention.project_out(
+        self, attention.attend(call, self, query, key, value, mask, **options)
+    )
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,11 +111,11 @@ def _why_not_feed_forward(module: Any) -> str | None:
 _LISTS = ("context_refiner", "noise_refiner", "layers")
 _SPECS = (
     model_spec(f"{_MODEL}:Lumina2Transformer2DModel", *_LISTS),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_MODEL}:Lumina2TransformerBlock",
         _block_forward,
     ),
-    AttentionSpec(
+    attention.AttentionSpec(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,
         "qk_norm_rope",

@@ -21,37 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    norm_and_rotate,
-    norm_and_rotate_part,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.checks import KnownClass, is_plain
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
+from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS, add_feed_forwards
-from ..parts.linears import (
-    GATED_ACTIVATIONS,
-    feed_forward_branch,
-    feed_forward_reader,
-    inputs_taken,
-    linear,
-    plain_weight,
-)
 from ..parts.norms import ChosenRows, chosen_norm_modulate
-from ..parts.streams import (
-    BlockSpec,
-    Rows,
-    end,
-    may_run_ahead,
-    plain_norm,
-    start,
-)
 from ..quantized.fp8_linears import LINEAR, are_fp8
 from ..quantized.precision import ONE_LIST
 
@@ -59,7 +36,7 @@ _MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
 _MODULATION = KnownClass(f"{_MINIMAX}:MiniMaxH3AdaLayerNormModulation")
 
 
-def _chosen(call: Call, tables: Rows, indices: Tensor) -> Rows:
+def _chosen(call: Call, tables: streams.Rows, indices: Tensor) -> streams.Rows:
     """Rows of tables, each (N, D), by each token's index (S,)."""
     index = call.shared("index", indices, lambda indices: indices.to(torch.int32))
     return tuple([ChosenRows(table, index) for table in tables])
@@ -70,80 +47,70 @@ def _first_norm(
 ) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
     module = block._modules["adaln_proj"]
-    if previous_x is not None and not may_run_ahead(module, previous_x):
+    if previous_x is not None and not streams.may_run_ahead(module, previous_x):
         return None
 
-    def rows_of(temb: Tensor, indices: Tensor) -> Rows:
+    def rows_of(temb: Tensor, indices: Tensor) -> streams.Rows:
         layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
-        if not is_plain(layer, LINEAR) or not (plain_weight(layer) or are_fp8(layer)):
+        if not is_plain(layer, LINEAR) or not (linears.plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
         dtype = layer._parameters["weight"].dtype
         embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))
-        tables = linear(layer, embedding).view(-1, 6 * module.hidden_size)
+        tables = linears.linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)
 
     how: Any = {"name": "norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
-    return plain_norm(call, block, previous_x, temb, indices, **how)
+    return streams.plain_norm(call, block, previous_x, temb, indices, **how)
 
 
-_FIRST_NORMS_OF_TEXT = (partial(plain_norm, name="norm1", readers=IMAGE_READERS),)
+_FIRST_NORMS_OF_TEXT = (partial(streams.plain_norm, name="norm1", readers=IMAGE_READERS),)
 
 
 def _block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    temb: Tensor,
-    adaln_indices: Tensor,
-    rotary_emb: Any,
-    attention_mask: Tensor | None = None,
+    self: Any, call: Call, hidden_states, temb, adaln_indices, rotary_emb, attention_mask=None
 ) -> Tensor:
     x, conditions = hidden_states, (temb, adaln_indices)
     if not kernels_take(x):
         return call.refuse(x)
-    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    (s,) = streams.start(call, self, (_first_norm,), (x,), conditions)
     s.add(self._modules["attn"](s.n, rotary_emb, attention_mask), s.rows[2])
     add_feed_forwards(self, s)
-    return end(s)
+    return streams.end(s)
 
 
 def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)
-    (s,) = start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
+    (s,) = streams.start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
     s.add(modules["attn"](s.n))
-    n = s.norm("norm2", readers=partial(feed_forward_reader, "ff"))
-    s.add(feed_forward_branch(modules["ff"], n))
-    return end(s)
+    n = s.norm("norm2", readers=partial(linears.feed_forward_reader, "ff"))
+    s.add(linears.feed_forward_branch(modules["ff"], n))
+    return streams.end(s)
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    rotary_emb: Any = None,
-    attention_mask: Tensor | None = None,
-    *,
-    norms_in_float32: bool = False,
+    self, call: Call, hidden_states, rotary_emb=None, attention_mask=None, *, norms_in_float32=False
 ) -> Tensor:
     x, heads = hidden_states, self.heads
-    if not inputs_taken(x):
+    if not linears.inputs_taken(x):
         return call.refuse(x)
     if self.fused_projections:
-        query, key, value = linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
+        query, key, value = linears.linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
     else:
-        config = context_parallel_of(call, self)
-        query, key, value = query_key_value(self, x, None, config=config)
+        config = attention.context_parallel_of(call, self)
+        query, key, value = attention.query_key_value(self, x, None, config=config)
     operands = (call, self, query, key, rotary_emb, _rotated(call))
     if rotary_emb is None:
-        query, key = norm_and_rotate(
+        query, key = attention.norm_and_rotate(
             *operands, "per_head", heads, norms_in_float32=norms_in_float32
         )
     else:
-        query, key = norm_and_rotate_part(*operands, heads, norms_in_float32)
+        query, key = attention.norm_and_rotate_part(*operands, heads, norms_in_float32)
     options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
-    return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
+    return attention.project_out(
+        self, attention.attend(call, self, query, key, value, attention_mask, **options)
+    )
 
 
 def _rotated(call: Call) -> Any:
@@ -174,7 +141,7 @@ def _output_norm_forward(
     if not kernels_take(x):
         return call.refuse(x)
     dtype = sys.modules[_MINIMAX].get_parameter_dtype(layer)
-    tables = linear(layer, F.silu(temb).to(dtype)).chunk(2, dim=-1)
+    tables = linears.linear(layer, F.silu(temb).to(dtype)).chunk(2, dim=-1)
     shift, scale = _chosen(call, tables, timestep_indices)
     return chosen_norm_modulate(call, self, "norm", x, scale, shift)
 
@@ -184,16 +151,16 @@ _SPECS = (
         f"{_MINIMAX}:MiniMaxH3Transformer3DModel",
         *("token_refiner.refiner_blocks", "transformer_blocks"),
     ),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_MINIMAX}:MiniMaxH3TransformerBlock",
         _block_forward,
         functions=("torch.nn.functional:silu",),
     ),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock",
         _text_block_forward,
     ),
-    AttentionSpec(
+    attention.AttentionSpec(
         f"{_MINIMAX}:MiniMaxH3Attention",
         _attention_forward,
         "qk_norm_rope",
@@ -201,10 +168,10 @@ _SPECS = (
     ),
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
     TIMESTEPS,
-    GATED_ACTIVATIONS[1],
+    linears.GATED_ACTIVATIONS[1],
 )
 # Of the autoencoder, which has no family.
-_VIDEO_ATTENTION = AttentionSpec(
+_VIDEO_ATTENTION = attention.AttentionSpec(
     "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
     _video_attention_forward,
     "qk_norm_rope",

@@ -26,42 +26,35 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend_jointly, project, project_out
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    GATED_ACTIVATIONS,
-    QUERY_KEY_VALUE,
-    feed_forward,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linear,
-)
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import Upcasts, norm_notes
-from ..parts.streams import (
-    BlockSpec,
-    adaptive_norm,
-    end,
-    linear_of_silu,
-    start,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ONE_LIST
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
+ADAPTIVE += [
+    (KnownClass(f"{_MODEL}:MochiRMSNormZero"), 4, (0, None)),
+    (KnownClass(f"{_MODEL}:MochiLayerNormContinuous"), 1, (0, None)),
+]
 _NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_context"))
 
 
 def _modulation(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor | None:
     layers = module._modules
-    return linear_of_silu(call, layers.get("linear", layers.get("linear_1")), temb, previous_x)
+    return streams.linear_of_silu(
+        call, layers.get("linear", layers.get("linear_1")), temb, previous_x
+    )
 
 
 # Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
 # text. Attention puts the valid text first, which is simpler with a tensor.
-_norm = partial(adaptive_norm, takes_emb=False, modulation_of=_modulation)
-_READERS = partial(fp8_readers, "attn1", QUERY_KEY_VALUE)
+_norm = partial(streams.adaptive_norm, takes_emb=False, modulation_of=_modulation)
+_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
 _FIRST_NORMS = (
     partial(_norm, name="norm1", readers=_READERS),
     partial(_norm, name="norm1_context"),
@@ -81,22 +74,22 @@ def _block_forward(
     x, c = hidden_states.contiguous(), encoder_hidden_states
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
-    image, text = streams = start(call, self, _FIRST_NORMS, (x, c), (temb,))
+    image, text = both = streams.start(call, self, _FIRST_NORMS, (x, c), (temb,))
     outs = self._modules["attn1"](
         hidden_states=image.n,
         encoder_hidden_states=text.n,
         image_rotary_emb=image_rotary_emb,
         attention_mask=encoder_attention_mask,
     )
-    computed = streams[:1] if self.context_pre_only else streams
+    computed = both[:1] if self.context_pre_only else both
     for stream, suffix, out in zip(computed, ("", "_context"), outs):
         gate, scale_mlp, gate_mlp = stream.rows[-3:]
         stream.add(out, gate, f"norm2{suffix}", tanh_gate=True)
-        readers = partial(feed_forward_reader, f"ff{suffix}")
+        readers = partial(linears.feed_forward_reader, f"ff{suffix}")
         n = stream.norm(f"norm3{suffix}", scale_mlp, None, readers=readers)
-        out = feed_forward(self._modules[f"ff{suffix}"], n)
+        out = linears.feed_forward(self._modules[f"ff{suffix}"], n)
         stream.add(out, gate_mlp, f"norm4{suffix}", tanh_gate=True)
-    results = end(*computed)
+    results = streams.end(*computed)
     return (results, c) if self.context_pre_only else results
 
 
@@ -145,19 +138,21 @@ def _attention_forward(
     x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
     if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
         return NotImplemented
-    if not inputs_taken(x, c):
+    if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
     make = partial(_valid_first, length=x.shape[1])
     valid = call.shared(("valid text", x.shape[1]), mask, make)
     c = c.gather(1, valid.order.expand_as(c))
     tables = None if rope is None else call.shared("tables", rope, _tables)
-    streams = project(call, self, x, c, tables, None)
+    both = project(call, self, x, c, tables, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     options["key_lengths"] = valid.key_lengths
-    out, c_out = attend_jointly(call, self, streams, _rotated, valid.mask, **options)
+    out, c_out = attend_jointly(call, self, both, _rotated, valid.mask, **options)
     c_out = c_out.masked_fill(valid.is_padding, 0)
     to_add_out = self._modules.get("to_add_out")
-    return project_out(self, out), c_out if to_add_out is None else linear(to_add_out, c_out)
+    return project_out(self, out), c_out if to_add_out is None else linears.linear(
+        to_add_out, c_out
+    )
 
 
 def _tables(rope: Any) -> tuple[Tensor, Tensor]:
@@ -175,7 +170,7 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 _SPECS = (
     model_spec(f"{_MODEL}:MochiTransformer3DModel", "transformer_blocks"),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_MODEL}:MochiTransformerBlock",
         _block_forward,
         condition=_why_not_block,
@@ -191,7 +186,7 @@ _SPECS = (
         rotate="",
         dispatches=False,
     ),
-    *(replace(spec, left_to_compiler=False) for spec in GATED_ACTIVATIONS[1:]),
+    *(replace(spec, left_to_compiler=False) for spec in linears.GATED_ACTIVATIONS[1:]),
     TIMESTEPS,
 )
 _ONCE = ("patch_embed", "time_embed", "rope", "proj_out")

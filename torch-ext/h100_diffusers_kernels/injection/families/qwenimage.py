@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend_jointly,
-    project,
-    project_out,
-    project_text_out,
-)
+from ..attention import modules as attention
 from ..core.checks import why_replaced
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
@@ -119,7 +113,7 @@ def _attention_forward(
     if not inputs_taken(x, c):
         return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
-    streams = project(call, self, x, c, *ropes)
+    streams = attention.project(call, self, x, c, *ropes)
     joint_mask = None
     # Before diffusers 0.37 the mask had no effect.
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
@@ -127,8 +121,8 @@ def _attention_forward(
         joint_mask = call.shared(("mask", x.shape[1]), mask, make)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
-    c_out, out = attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
-    return project_out(self, out, x), project_text_out(self, c_out, c)
+    c_out, out = attention.attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
+    return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
 
 
 def _joint_mask(mask: Tensor, image_length: int) -> Tensor:
@@ -146,7 +140,7 @@ _SPECS = (
         functions=(f"{_BLOCK_CLASS}._modulate",),
         condition=partial(why_replaced, name="_modulate"),
     ),
-    AttentionSpec(
+    attention.AttentionSpec(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,
         "qk_norm_rope",

@@ -25,14 +25,9 @@ from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_
 from ..core.checks import why_replaced
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
+from ..parts import norms
 from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken, linear, why_not_silu
-from ..parts.norms import (
-    ChosenRows,
-    Modulator,
-    chosen_norm_modulate,
-    clip_to_float16,
-)
 from ..parts.streams import BlockSpec, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
@@ -41,7 +36,7 @@ _BLOCK_CLASS = f"{_QWEN}:QwenImage21TransformerBlock"
 _SELECT_ROWS = f"{_QWEN}:_select_modulation_rows"
 
 
-def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> Modulator:
+def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> norms.Modulator:
     """The rows of a table (B, D), or (B + 1, D) with a last row for tokens outside of the mask (S,)."""
     if mask is None:
         return table.unsqueeze(1)
@@ -51,7 +46,7 @@ def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> Modulator:
         samples = torch.arange(last, dtype=torch.int32, device=mask.device)
         return torch.where(mask, samples[:, None], last)
 
-    return ChosenRows(table, call.shared(("index", last), mask, make))
+    return norms.ChosenRows(table, call.shared(("index", last), mask, make))
 
 
 def _modulator_tables(modulation: Tensor) -> tuple[Tensor, ...]:
@@ -105,7 +100,7 @@ def _block_forward(
     )
     s.add(out, gate)
     s.add(modules["img_mlp"](s.norm("img_norm2", scale_mlp, None, readers=_FF_READERS)), gate_mlp)
-    return clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
+    return norms.clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
 
 
 def _attention_forward(
@@ -157,15 +152,7 @@ def _mask_of(key_valid: Tensor, end: int) -> Tensor:
     return key_valid[:, None, None, :end]
 
 
-def _attend_in_text(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    start: int,
-    head_dim: int,
-) -> Tensor:
+def _attend_in_text(module, query, key, value, mask, start, head_dim) -> Tensor:
     """Attention of a segment of text from ``start`` on to the keys up to each query, by the model's own
     attention: the kernel is not causal."""
     shape = query.shape[1], key.shape[1]
@@ -186,18 +173,14 @@ def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tenso
 
 
 def _output_norm_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    conditioning_embedding: Tensor,
-    target_token_mask: Tensor | None = None,
+    self: Any, call: Call, hidden_states, conditioning_embedding, target_token_mask=None
 ) -> Tensor:
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)
     embedding = torch.nn.functional.silu(conditioning_embedding).to(x.dtype)
     scale = _by_token(call, linear(modules["linear"], embedding), target_token_mask)
-    return chosen_norm_modulate(call, self, "norm", x, scale, None)
+    return norms.chosen_norm_modulate(call, self, "norm", x, scale, None)
 
 
 def _why_not(module: Any, name: str) -> str | None:

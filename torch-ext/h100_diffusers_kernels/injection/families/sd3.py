@@ -17,24 +17,15 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend_jointly, attend_to_all, project, project_out
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parallel.plans import two_streams
+from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import DOUBLE_NORMS, IMAGE_READERS, TEXT_READERS, add_feed_forwards
-from ..parts.linears import (
-    LINEAR_GELU,
-    QUERY_KEY_VALUE,
-    fp8_readers,
-    inputs_taken,
-    linear_per_sample,
-)
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.streams import (
-    BlockSpec,
-    adaptive_norm,
-    end,
-    start,
-)
+from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ONE_LIST
 
 _SD3 = "diffusers.models.transformers.transformer_sd3"
@@ -42,6 +33,9 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
 _BLOCKS = "diffusers.models.attention"
 _ATTENTIONS = "diffusers.models.attention_processor"
 _NO_ROTATION: Any = None
+ADAPTIVE.append(
+    (KnownClass("diffusers.models.normalization:SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6))
+)
 
 
 def _image_readers(block: Any, x: Tensor) -> Any:
@@ -49,7 +43,7 @@ def _image_readers(block: Any, x: Tensor) -> Any:
     weights = IMAGE_READERS(block, x)
     if weights is None or not block.use_dual_attention:
         return weights
-    others = fp8_readers("attn2", QUERY_KEY_VALUE, block, x)
+    others = linears.fp8_readers("attn2", linears.QUERY_KEY_VALUE, block, x)
     return None if others is None else {**weights, **others}
 
 
@@ -57,25 +51,22 @@ def _image_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor)
     """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
     if previous_x is not None and block._chunk_size is not None:
         return None
-    return adaptive_norm(call, block, previous_x, temb, name="norm1", readers=_image_readers)
+    return streams.adaptive_norm(
+        call, block, previous_x, temb, name="norm1", readers=_image_readers
+    )
 
 
 def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> Any:
     """The same rows; only scale and shift in the last block."""
     how: Any = {"takes_emb": not block.context_pre_only, "readers": TEXT_READERS}
-    return adaptive_norm(call, block, previous_x, temb, name="norm1_context", **how)
+    return streams.adaptive_norm(call, block, previous_x, temb, name="norm1_context", **how)
 
 
 _DOUBLE, _SINGLE = (_image_norm, _text_norm), DOUBLE_NORMS[:1]
 
 
 def _block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    joint_attention_kwargs: dict[str, Any] | None = None,
+    self: Any, call: Call, hidden_states, encoder_hidden_states, temb, joint_attention_kwargs=None
 ) -> tuple[Tensor | None, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if self._chunk_size is not None:
@@ -83,7 +74,7 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     modules, more = self._modules, joint_attention_kwargs or {}
-    image, text = start(call, self, _DOUBLE, (x, c), (temb,))
+    image, text = streams.start(call, self, _DOUBLE, (x, c), (temb,))
     n, *others = image.n if self.use_dual_attention else (image.n,)
     out, c_out = modules["attn"](hidden_states=n, encoder_hidden_states=text.n, **more)
     image.add(out, image.rows[2])
@@ -94,51 +85,46 @@ def _block_forward(
         return None, image.x
     text.add(c_out, text.rows[2])
     add_feed_forwards(self, image, text)
-    return end(image, text)[::-1]
+    return streams.end(image, text)[::-1]
 
 
 def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     x = hidden_states
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (s,) = start(call, self, _SINGLE, (x,), (temb,))
+    (s,) = streams.start(call, self, _SINGLE, (x,), (temb,))
     s.add(self._modules["attn"](hidden_states=s.n, encoder_hidden_states=None), s.rows[2])
     add_feed_forwards(self, s)
-    return end(s)
+    return streams.end(s)
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs,
+    self: Any, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Any:
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not inputs_taken(x, c):
+    if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
     # Its processor ignores the mask.
-    streams = project(call, self, x, c, None, None)
+    both = project(call, self, x, c, None, None)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if c is None:
-        return project_out(self, attend_to_all(call, self, streams, _NO_ROTATION, **options))
-    out, c_out = attend_jointly(call, self, streams, _NO_ROTATION, **options)
+        return project_out(self, attend_to_all(call, self, both, _NO_ROTATION, **options))
+    out, c_out = attend_jointly(call, self, both, _NO_ROTATION, **options)
     if not self.context_pre_only:
-        c_out = linear_per_sample(self._modules["to_add_out"], c_out)
+        c_out = linears.linear_per_sample(self._modules["to_add_out"], c_out)
     return project_out(self, out), c_out
 
 
 _SPECS = (
-    model_spec(f"{_SD3}:SD3Transformer2DModel", "transformer_blocks"),
+    model_spec(f"{_SD3}:SD3Transformer2DModel", "transformer_blocks", plan=two_streams),
     model_spec(f"{_CONTROLNET}:SD3ControlNetModel", "transformer_blocks"),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_BLOCKS}:JointTransformerBlock",
         _block_forward,
     ),
-    BlockSpec(
+    streams.BlockSpec(
         f"{_SD3}:SD3SingleTransformerBlock",
         _single_block_forward,
     ),
@@ -153,7 +139,7 @@ _SPECS = (
         dispatches=False,
     ),
     TIMESTEPS,
-    LINEAR_GELU,
+    linears.LINEAR_GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
 _LAYERS = ONE_LIST

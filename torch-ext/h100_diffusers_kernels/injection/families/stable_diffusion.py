@@ -38,19 +38,8 @@ from ..core.forward_state import (
     run_with_state,
 )
 from ..core.patch import Call, ExactSpec, PatchSpec, bare_stand_in
+from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    DROPOUT,
-    FEED_FORWARD,
-    GATED_ACTIVATIONS,
-    GEGLU,
-    UNFUSED_GELU,
-    feed_forward,
-    linear,
-    plain_weights,
-    run_dropout,
-    why_not_silu,
-)
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
 from ..parts.streams import BlockSpec, Stream, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
@@ -71,7 +60,7 @@ def _why_not_resnet(module: Any) -> str | None:
         norm = module._modules.get(name)
         if not is_plain(norm, _GROUP_NORM):
             return f"{name} {why_not_plain(norm, _GROUP_NORM)}"
-    return why_not_silu(module.nonlinearity)
+    return linears.why_not_silu(module.nonlinearity)
 
 
 def _resnet_forward(
@@ -99,7 +88,7 @@ def _resnet_forward(
     if project is not None:
         time = _project_time(self, call, project, temb)
     x = _second_norm(self, call, x, bias, time)
-    x = modules["conv2"](run_dropout(modules["dropout"], x))
+    x = modules["conv2"](linears.run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
     if shortcut is not None:
         input_tensor = shortcut(input_tensor)
@@ -111,12 +100,12 @@ def _resnet_forward(
 def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
     """The layer's result for the time embedding, whose SiLU plain resnets share."""
     if self.skip_time_act:
-        return linear(project, temb)
-    plain = plain_weights(temb.dtype, project) if isinstance(temb, Tensor) else None
+        return linears.linear(project, temb)
+    plain = linears.plain_weights(temb.dtype, project) if isinstance(temb, Tensor) else None
     if plain is None or not bare_stand_in(call.stand_in.spec, self):
         if call.state is not None:
             call.state.shared.clear()  # the modules may write to what it was made from
-        return linear(project, self._modules["nonlinearity"](temb))
+        return linears.linear(project, self._modules["nonlinearity"](temb))
     activated = call.shared("silu", temb, torch.nn.functional.silu)
     return torch.nn.functional.linear(activated, *plain[0])
 
@@ -237,22 +226,22 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
     """``module(x)``; a plain GEGLU and its linear layers without module calls."""
     net = module._modules.get("net")
     if (
-        is_plain(module, FEED_FORWARD)
+        is_plain(module, linears.FEED_FORWARD)
         and type(net) is nn.ModuleList
         and len(net._modules) == 3
         and same_dtype_and_unit_stride(x)
     ):
         geglu, dropout, out = net._modules.values()
-        stand_in = bare_stand_in(GEGLU, geglu)
-        if stand_in is not None and is_plain(dropout, DROPOUT) and not dropout.training:
-            layers = plain_weights(x.dtype, geglu._modules["proj"], out)
+        stand_in = bare_stand_in(linears.GEGLU, geglu)
+        if stand_in is not None and is_plain(dropout, linears.DROPOUT) and not dropout.training:
+            layers = linears.plain_weights(x.dtype, geglu._modules["proj"], out)
             if layers is not None and not (
                 "gelu" in geglu.__dict__ or replaced_function(stand_in.functions)
             ):
                 stand_in.count.on_kernels += 1
                 product = torch.nn.functional.linear
                 return product(operations.geglu(product(x, *layers[0])), *layers[1])
-    return feed_forward(module, x)
+    return linears.feed_forward(module, x)
 
 
 BASIC_BLOCK = _BasicBlockSpec(
@@ -332,11 +321,11 @@ def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[T
         image = modules["proj_in"](image)
     tokens = image.permute(0, 2, 3, 1).reshape(batch, height * width, image.shape[1])
     if is_linear:
-        tokens = linear(modules["proj_in"], tokens)
+        tokens = linears.linear(modules["proj_in"], tokens)
     for block in self.transformer_blocks:
         tokens = block(tokens, **arguments)
     if is_linear:
-        tokens = linear(modules["proj_out"], tokens)
+        tokens = linears.linear(modules["proj_out"], tokens)
     image = tokens.reshape(batch, height, width, tokens.shape[2]).permute(0, 3, 1, 2)
     # The sum has the memory format of its first operand.
     return (x + (image if is_linear else modules["proj_out"](image)),)
@@ -378,7 +367,7 @@ FAMILIES = (
             model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
             model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
             *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
-            *(GROUP_NORM, *GATED_ACTIVATIONS, UNFUSED_GELU, TIMESTEPS),
+            *(GROUP_NORM, *linears.GATED_ACTIVATIONS, linears.UNFUSED_GELU, TIMESTEPS),
         ),
         _ONCE,
         _LAYERS,

@@ -21,27 +21,12 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..core.quantized_rows import as_tensor
+from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import (
-    LINEAR_GELU,
-    QUERY_KEY_VALUE,
-    feed_forward_branch,
-    feed_forward_reader,
-    fp8_readers,
-    inputs_taken,
-    linear,
-)
 from ..parts.norms import Upcasts, apply_norm
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
@@ -49,7 +34,6 @@ from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
 _TEXT_TOKENS = 512
-_QUERY = QUERY_KEY_VALUE[:1]
 
 
 def _by_token(temb: Tensor) -> Tensor:
@@ -63,11 +47,13 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_first_norm = partial(table_norm, readers=partial(fp8_readers, "attn1", QUERY_KEY_VALUE))
+_first_norm = partial(
+    table_norm, readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
+)
 _BY_TOKEN = (partial(_first_norm, by_row=_by_token),)
 _BY_TOKEN_LAST = (partial(_first_norm, by_row=_by_token_last),)
-_QUERY_READER = partial(fp8_readers, "attn2", QUERY_KEY_VALUE[:1])
-_FFN_READER = partial(feed_forward_reader, "ffn")
+_QUERY_READER = partial(linears.fp8_readers, "attn2", linears.QUERY_KEY_VALUE[:1])
+_FFN_READER = partial(linears.feed_forward_reader, "ffn")
 
 
 def _block_forward(
@@ -95,27 +81,21 @@ def _add_branches(modules: Any, s: Stream, c: Tensor, mask: Any, rotary_emb: Any
     s.add(modules["attn1"](s.n, None, mask, rotary_emb), gate)
     s.add(modules["attn2"](s.norm("norm2", readers=_QUERY_READER), c, None, None))
     n = s.norm("norm3", scale_mlp, shift_mlp, readers=_FFN_READER)
-    s.add(feed_forward_branch(modules["ffn"], n), gate_mlp)
+    s.add(linears.feed_forward_branch(modules["ffn"], n), gate_mlp)
 
 
 def _vace_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    control_hidden_states: Tensor,
-    temb: Tensor,
-    rotary_emb: Any,
+    self, call: Call, hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
 ) -> tuple[Tensor | None, Tensor]:
     c, control = encoder_hidden_states, control_hidden_states
     if not kernels_take(hidden_states.contiguous(), c, control):
         return call.refuse(hidden_states.contiguous(), c, control)
     if self.proj_in is not None:
-        control = linear(self.proj_in, control) + hidden_states
+        control = linears.linear(self.proj_in, control) + hidden_states
     s = Stream(call, self, control.contiguous())
     s.apply(_BY_TOKEN[0](call, self, None, temb))
     _add_branches(self._modules, s, c, None, rotary_emb)
-    return None if self.proj_out is None else linear(self.proj_out, s.x), s.x
+    return None if self.proj_out is None else linears.linear(self.proj_out, s.x), s.x
 
 
 def _attention_forward(
@@ -132,34 +112,34 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not inputs_taken(x, c):
+    if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
     image_tokens = None
     if self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
     is_fused, modules = self.fused_projections, self._modules
-    config = context_parallel_of(call, self)
+    config = attention.context_parallel_of(call, self)
     if is_fused:
         query, key, value = call.stand_in.functions[-1].function(self, as_tensor(x), c)
     else:
-        query, key, value = query_key_value(self, x, c, config=config)
+        query, key, value = attention.query_key_value(self, x, c, config=config)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
     how = (tables, _rotated, "across_heads", self.heads)
-    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
+    query, key = attention.norm_and_rotate(call, self, query, key, *how, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
         options["parallel_config"] = None  # each rank has all of the text
-    out = attend(call, self, query, key, value, attention_mask, **options)
+    out = attention.attend(call, self, query, key, value, attention_mask, **options)
     if image_tokens is not None:
         if is_fused:
             key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
         else:
-            key = linear(modules["add_k_proj"], image_tokens)
-            value = linear(modules["add_v_proj"], image_tokens)
+            key = linears.linear(modules["add_k_proj"], image_tokens)
+            value = linears.linear(modules["add_v_proj"], image_tokens)
         key = apply_norm(call, self, "norm_added_k", key)
-        out = attend(call, self, query, key, value, None, addend=out, **options)
-    return project_out(self, out, x)
+        out = attention.attend(call, self, query, key, value, None, addend=out, **options)
+    return attention.project_out(self, out, x)
 
 
 def _splits_text(call: Call) -> bool:
@@ -200,8 +180,8 @@ def _block(
 
 def _attention(
     module: str, prefix: str = "Wan", forward: Callable = _attention_forward
-) -> AttentionSpec:
-    return AttentionSpec(
+) -> attention.AttentionSpec:
+    return attention.AttentionSpec(
         f"{module}:{prefix}Attention",
         forward,
         "qk_norm_rope",
@@ -224,7 +204,7 @@ _LAYERS = Layers(
 
 
 def _family(name: str, *specs: PatchSpec) -> Family:
-    return Family(name, (*specs, TIMESTEPS, LINEAR_GELU), _ONCE, _LAYERS)
+    return Family(name, (*specs, TIMESTEPS, linears.LINEAR_GELU), _ONCE, _LAYERS)
 
 
 def _copy(name: str, module: str, model: str) -> Family:

@@ -20,28 +20,12 @@ import torch
 from torch import Tensor
 
 from ...operations.conditions import kernels_take
-from ..attention.modules import (
-    AttentionSpec,
-    attend,
-    context_parallel_of,
-    key_lengths_of,
-    norm_and_rotate,
-    project_out,
-    query_key_value,
-)
+from ..attention import modules as attention
 from ..core.checks import KnownFunction, why_replaced
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
-from ..parts.linears import QUERY_KEY_VALUE, fp8_readers, gated_feed_forward, inputs_taken, linear
-from ..parts.streams import (
-    BlockSpec,
-    Rows,
-    end,
-    linear_alone,
-    may_run_ahead,
-    plain_norm,
-    start,
-)
+from ..parts import streams
+from ..parts.linears import QUERY_KEY_VALUE, fp8_readers, gated_feed_forward, linear
 from ..quantized.precision import Layers
 
 _MODEL = "diffusers.models.transformers.transformer_z_image"
@@ -57,31 +41,27 @@ _FF_READERS = partial(fp8_readers, "feed_forward", ("w1", "w3"))
 
 
 def _first_norm(
-    call: Call,
-    block: Any,
-    previous_x: Tensor | None,
-    embedding: Any,
-    noise_mask: Tensor | None = None,
-    of_noise: Any = None,
-    of_clean: Any = None,
+    call: Call, block, previous_x, embedding, noise_mask=None, of_noise=None, of_clean=None
 ) -> Any:
     """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
     how: Any = {"name": "attention_norm1", "readers": _READERS}
     if not block.modulation:
-        return plain_norm(call, block, previous_x, **how)
+        return streams.plain_norm(call, block, previous_x, **how)
     layer = block._modules["adaLN_modulation"]
-    if previous_x is not None and not may_run_ahead(layer, previous_x):
+    if previous_x is not None and not streams.may_run_ahead(layer, previous_x):
         return None
 
-    def rows_of() -> Rows:
+    def rows_of() -> streams.Rows:
         if noise_mask is None:
-            rows = linear_alone(layer, embedding).unsqueeze(1)
+            rows = streams.linear_alone(layer, embedding).unsqueeze(1)
         else:
-            noise, clean = (linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean))
+            noise, clean = (
+                streams.linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean)
+            )
             rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
         return (None, *rows.chunk(4, dim=2))
 
-    return plain_norm(call, block, previous_x, rows_of=rows_of, **how)
+    return streams.plain_norm(call, block, previous_x, rows_of=rows_of, **how)
 
 
 def _run(
@@ -89,7 +69,7 @@ def _run(
 ) -> Tensor:
     """A block's result; ``how`` it ends, see ``streams.end``."""
     modules, is_modulated = self._modules, self.modulation
-    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    (s,) = streams.start(call, self, (_first_norm,), (x,), conditions)
     _, _, gate, scale_mlp, gate_mlp = s.rows or (None,) * 5
     if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
         call.state.block_mask = mask
@@ -98,7 +78,7 @@ def _run(
     modulation = (scale_mlp, None) if s.rows else ()
     out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
     s.add(out, gate_mlp, "ffn_norm2", is_modulated)
-    return end(s, **how)
+    return streams.end(s, **how)
 
 
 def _makes_masks(model: Any) -> bool:
@@ -126,13 +106,7 @@ def _block_forward(
 
 
 def _control_block_forward(
-    self: Any,
-    call: Call,
-    c: Tensor,
-    x: Tensor,
-    attn_mask: Tensor | None,
-    freqs_cis: Tensor,
-    adaln_input: Tensor | None = None,
+    self: Any, call: Call, c, x, attn_mask, freqs_cis, adaln_input=None
 ) -> Tensor:
     if not kernels_take(c, x, adaln_input):
         return call.refuse(c, x, adaln_input)
@@ -154,22 +128,16 @@ def _attention_forward(
     x, mask = hidden_states, attention_mask
     if kwargs or encoder_hidden_states is not None:
         return NotImplemented
-    if not inputs_taken(x):
-        return call.refuse(x)
-    config = context_parallel_of(call, self)
-    query, key, value = query_key_value(self, x, None, config=config)
-    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _tables)
-    how = (tables, _rotated, "per_head", self.heads)
-    query, key = norm_and_rotate(call, self, query, key, *how, config=config)
-    options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     if mask is not None:
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
-        options.update(key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
-    return project_out(self, attend(call, self, query, key, value, mask, **options))
+        options.update(attention.key_lengths_of(call, attention_mask, mask, *x.shape[:2]))
+    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _rope_tables)
+    return attention.run_attention(call, self, x, None, tables, _rotated, mask, **options)
 
 
-def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+def _rope_tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
     """Complex tables (B, S, d / 2) as cosines and sines, each (B, S, 1, d / 2)."""
     return freqs.real.unsqueeze(2).contiguous(), freqs.imag.unsqueeze(2).contiguous()
 
@@ -182,13 +150,13 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 def _of(module: str) -> tuple[PatchSpec, ...]:
     """The specs of a file with these classes."""
-    block: Callable[..., BlockSpec] = partial(
-        BlockSpec,
+    block: Callable[..., streams.BlockSpec] = partial(
+        streams.BlockSpec,
     )
     return (
         block(f"{module}:ZImageTransformerBlock", _block_forward),
         block(f"{module}:ZImageControlTransformerBlock", _control_block_forward),
-        AttentionSpec(
+        attention.AttentionSpec(
             "diffusers.models.attention_processor:Attention",
             _attention_forward,
             "qk_norm_rope",
@@ -208,10 +176,30 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
     )
 
 
+def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
+    output = gather(gather_dim=1, expected_dims=3)
+    plan: dict[str, Any] = {}
+    for name in ("noise_refiner", "context_refiner", "layers"):
+        count = len(getattr(model, name, None) or ())
+        if count == 0:
+            continue
+        # Every layer gets the mask and the tables of all tokens.
+        of_each = {"attn_mask": split(1, 2), "freqs_cis": split(1, 3)}
+        first = plan[f"{name}.*"] = of_each
+        if count > 1:
+            first = plan[f"{name}.0"] = {}
+        first["x"] = split(1, 3)
+        if name != "layers":
+            plan[f"{name}.{count - 1}"] = output
+    for size in model.all_final_layer:
+        plan[f"all_final_layer.{size}"] = output
+    return plan
+
+
 _REFINERS = ("noise_refiner", "context_refiner", "siglip_refiner")
 _CONTROL_LISTS = ("control_layers", "control_noise_refiner")
 _SPECS = (
-    model_spec(_CLASS, *_REFINERS, "layers"),
+    model_spec(_CLASS, *_REFINERS, "layers", plan=_plan),
     model_spec(f"{_CONTROLNET}:ZImageControlNetModel", *_REFINERS, *_CONTROL_LISTS),
     *_of(_MODEL),
     *_of(_CONTROLNET),

@@ -20,8 +20,6 @@ from ..core.report import GraphCalls
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
 from .model_fingerprint import CannotCapture, Fingerprint
 
-__all__ = ["GraphedStandIn", "Pool"]
-
 logger = logging.getLogger("h100_diffusers_kernels")
 
 # The class that captures and replays, by device type.
@@ -45,11 +43,7 @@ class GraphedStandIn(StandIn):
     def __init__(
         self, model: nn.Module, inner: StandIn | None, injection: Injection, pool: Pool
     ) -> None:
-        """
-        Args:
-            inner: the stand-in for the forward without graphs; None if the class's own runs.
-            pool: the memory of the pipeline's graphs.
-        """
+        """``inner``: the stand-in for the forward without graphs; None if the class's own runs."""
         cls: Any = type(model)
         super().__init__(model, _spec_of(cls) if inner is None else inner.spec, "", injection)
         if inner is None:  # it does not run on a kernel
@@ -91,7 +85,7 @@ class GraphedStandIn(StandIn):
             except CannotCapture as refusal:
                 reason = str(refusal)
             except torch.OutOfMemoryError:
-                self.forget()
+                self.taken_out()
                 reason = self._seen[key] = "there is not enough memory for a graph"
             self._count(reason)
         result = self._run(*args, **kwargs)
@@ -101,17 +95,14 @@ class GraphedStandIn(StandIn):
                 self._look(module, (_settings(), call.key))
         return result
 
-    def forget(self) -> None:
-        """Drops all graphs and the fingerprint."""
-        while self._captures:  # popped first, so that an interrupt leaves no reset graph here
-            self._captures.popitem()[1].reset()
-        self._seen.clear()
-        self._fingerprint = None
-        self._refusal = FIRST_CALL
-
     def taken_out(self) -> None:
+        """Drops all graphs and the fingerprint."""
         with lock:
-            self.forget()
+            while self._captures:  # popped first, so that an interrupt leaves no reset graph here
+                self._captures.popitem()[1].reset()
+            self._seen.clear()
+            self._fingerprint = None
+            self._refusal = FIRST_CALL
 
     def copied(self, module: nn.Module, memo: dict) -> StandIn:
         """The stand-in of the module's copy, without graphs."""
@@ -127,11 +118,7 @@ class GraphedStandIn(StandIn):
         return type(module).forward(module, *args, **kwargs)
 
     def _replay_or_capture(self, module: nn.Module, key: Hashable, call: Arguments) -> Any:
-        """The call's result.
-
-        Raises:
-            CannotCapture: if the call has to run without a graph.
-        """
+        """The call's result. Raises CannotCapture if it has to run without a graph."""
         fingerprint, capture = self._fingerprint, self._captures.get(key)
         if fingerprint is None:
             raise CannotCapture(self._refusal)
@@ -143,7 +130,7 @@ class GraphedStandIn(StandIn):
         result = None if capture is None else capture.replay(call.tensors)
         change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
-            self.forget()
+            self.taken_out()
             self._wait("it changed at each of the last calls" if self._backoff else FIRST_CALL)
             logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
             raise CannotCapture(FIRST_CALL)
@@ -176,7 +163,7 @@ class GraphedStandIn(StandIn):
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # A replay would not change the model.
             capture.reset()
-            self.forget()
+            self.taken_out()
             self._wait(_CHANGES_ITSELF)
             self._count(_CHANGES_ITSELF)
             return result
@@ -230,15 +217,13 @@ def _spec_of(cls: Any) -> PatchSpec:
 
 
 def _refuse_modes() -> None:
-    if tracks_derivatives():
-        raise CannotCapture("derivatives may be requested: call it under torch.inference_mode")
-    if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
-        raise CannotCapture("autocast is on")
-    if torch.jit.is_tracing():
-        raise CannotCapture("it is being traced")
-    if torch.is_anomaly_enabled():
-        raise CannotCapture("anomaly detection is on")
-    reason = why_intercepted()
+    modes = (
+        (tracks_derivatives(), "derivatives may be requested: call it under torch.inference_mode"),
+        (torch.is_autocast_enabled(KERNEL_DEVICE_TYPE), "autocast is on"),
+        (torch.jit.is_tracing(), "it is being traced"),
+        (torch.is_anomaly_enabled(), "anomaly detection is on"),
+    )
+    reason = next((reason for is_on, reason in modes if is_on), None) or why_intercepted()
     if reason is not None:
         raise CannotCapture(reason)
 

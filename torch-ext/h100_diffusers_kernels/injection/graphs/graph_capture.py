@@ -46,20 +46,15 @@ class Arguments(NamedTuple):
     leaves: list[Any]
     spec: Any
 
-    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
         """Arguments and keyword arguments, with other tensors."""
         others = dict(zip(map(id, self.tensors), tensors))
         leaves = [others.get(id(leaf), leaf) for leaf in self.leaves]
-        args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        return _pytree.tree_unflatten(leaves, self.spec)
 
 
 def read_arguments(args: tuple, kwargs: dict) -> Arguments:
-    """The arguments of a call.
-
-    Raises:
-        CannotCapture: if one of them may hold values that a graph cannot update.
-    """
+    """A call's arguments. Raises CannotCapture if one may hold values that a graph cannot update."""
     leaves, spec = _pytree.tree_flatten((args, kwargs))
     tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     numbers = {key: number for number, key in enumerate(tensors)}
@@ -116,7 +111,8 @@ def like(tensor: Tensor) -> Tensor:
 
 
 class Capture:
-    """A captured call that can be replayed with other tensor values.
+    """A captured call that can be replayed with other tensor values. ``model_tensors`` are the model's, whose
+    addresses are compared at each call.
 
     Raises:
         CannotCapture: if a graph cannot repeat the call.
@@ -126,7 +122,6 @@ class Capture:
     def __init__(
         self, graph: Any, call: Arguments, forward: Callable[..., Any], model_tensors: list[Tensor]
     ) -> None:
-        """``model_tensors``: the model's tensors, whose addresses are compared at each call."""
         device = call.tensors[0].device
         self._graph = graph
         with torch.inference_mode(False), torch.no_grad():  # their versions reveal writes
@@ -305,10 +300,7 @@ class CudaGraph:
         self._pool = pool
         self._graph: Any = None
 
-    @staticmethod
-    def is_capturing() -> bool:
-        """Whether the caller is capturing a graph."""
-        return torch.cuda.is_current_stream_capturing()
+    is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)
 
     def capture(self, run: Callable[[], Any]) -> Any:
         """Captures ``run()``, which computes nothing yet. If it raises, no graph remains."""

@@ -87,11 +87,8 @@ class Fingerprint:
 
     def change(self, model: nn.Module) -> str | None:
         """The first change found, except addresses, as a clause, or None."""
-        if (
-            _is_wrapped(model, is_model=True)
-            or any(self._empty)
-            or self._current_sizes() != self._sizes
-        ):
+        is_same_size = self._current_sizes() == self._sizes and not any(self._empty)
+        if not is_same_size or _is_wrapped(model, is_model=True):
             return "a module, a hook or an adapter was added or removed"
         try:
             if all(map(is_, self._current_values(model), self._values)):

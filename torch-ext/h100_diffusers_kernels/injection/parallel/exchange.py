@@ -14,8 +14,8 @@ configuration, and the lengths of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,26 +33,9 @@ def config_of(parallel_config: Any) -> Any:
     return getattr(parallel_config, "context_parallel_config", None)
 
 
-class _Ranks(NamedTuple):
-    """The ranks of a collective.
-
-    Attributes:
-        group: their process group.
-        lengths: the number of tokens of each; None if all have the same.
-    """
-
-    group: Any
-    lengths: list[int] | None
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-
 def wire_empty(config: Any, x: Tensor, size: int, heads: int, length: int | None = None) -> Tensor:
     """An empty tensor (B, S, C, H / C, d) for a query, key or value of size H * d of x (B, S, ...). In memory
-    the heads of each of the C ranks lie together, as the all-to-all sends them. ``length``: S, by default
-    x's."""
+    the heads of each of the C ranks lie together, as the all-to-all sends them. ``length``: S if not x's."""
     ranks = config.ulysses_degree if heads % config.ulysses_degree == 0 else 1
     length = x.shape[1] if length is None else length
     shape = (ranks, length, x.shape[0], heads // ranks, size // heads)
@@ -82,47 +65,36 @@ def attend_in_parallel(
     Raises:
         ValueError: if the heads cannot be shared, or the bias has another length.
     """
-    mesh = config._flattened_mesh
-    everyone = _Ranks(mesh.get_group(), None)
-    query_lengths = key_lengths = None
-    if _takes_any_length(config):
-        lengths = _lengths_of_ranks(everyone.group, query.device, query.shape[1], key.shape[1])
-        query_lengths, key_lengths = ([pair[i] for pair in lengths] for i in (0, 1))
-    keys = sum(key_lengths) if key_lengths else key.shape[1] * everyone.size
-    fewest_queries = min(query_lengths) if query_lengths else query.shape[1]
+    lengths = _lengths_of_ranks(config, query.device, query.shape[1], key.shape[1])
+    query_lengths, key_lengths = zip(*lengths)
     if bias is not None and bias.shape[1] != key.shape[1]:
         raise ValueError(
             f"context parallelism: a mask must be of this rank's {key.shape[1]} keys, got one of "
             f"{bias.shape[1]}"
         )
-    if config.ulysses_degree > 1 and keys > fewest_queries:
-        exchanged: Any = _Ranks(config._ulysses_mesh.get_group(), query_lengths)
-        gathering = _Ranks(config._ring_mesh.get_group(), None) if config.ring_degree > 1 else None
-    else:
-        exchanged, gathering = None, everyone._replace(lengths=key_lengths)
-    of_keys = everyone._replace(lengths=key_lengths)
-    receive_bias = None if bias is None else _gather(bias.float().t(), of_keys)
-    heads = math.prod(query.shape[2:-1])
-    if exchanged is not None:
-        of_keys = exchanged._replace(lengths=key_lengths)
-        receive_query = _send_heads(config, query, exchanged, heads)
-        receive_key = _send_heads(config, key, of_keys, heads)
-        receive_value = _send_heads(config, _computed(value), of_keys, heads)
+    everyone, heads = config._flattened_mesh.get_group(), math.prod(query.shape[2:-1])
+    receive_bias = None if bias is None else _gather(bias.float().t(), everyone, key_lengths)
+    exchanges_heads = config.ulysses_degree > 1 and sum(key_lengths) > min(query_lengths)
+    if exchanges_heads:
+        receive_query = _send_heads(config, query, query_lengths, heads)
+        receive_key = _send_heads(config, key, key_lengths, heads)
+        receive_value = _send_heads(config, _computed(value), key_lengths, heads)
         query, key, value = receive_query(), receive_key(), receive_value()
-    if gathering is not None:
-        receive_key = _gather(_tokens_first(key), gathering)
-        receive_value = _gather(_tokens_first(_computed(value)), gathering)
+    if not exchanges_heads or config.ring_degree > 1:
+        group = config._ring_mesh.get_group() if exchanges_heads else everyone
+        receive_key = _gather(_tokens_first(key), group, key_lengths)
+        receive_value = _gather(_tokens_first(_computed(value)), group, key_lengths)
         key, value = (receive().transpose(0, 1) for receive in (receive_key, receive_value))
     if receive_bias is not None:
         bias = receive_bias().t().contiguous()
-    if exchanged is None:
+    if not exchanges_heads:
         query = query.flatten(2, -2) if query.dim() == 5 else query
         return attention(query, key, value, bias, out)
     result = None
     if not is_differentiated(query, key, value):
         result = torch.empty_like(query.transpose(0, 1)).transpose(0, 1)
     result = attention(query, key, value, bias, result)
-    result = _send_back(result, exchanged)[:, :, :heads]
+    result = _send_back(config, result, query_lengths)[:, :, :heads]
     return result if out is None else out.copy_(result)
 
 
@@ -146,14 +118,9 @@ def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
     this rank's part of each stream."""
     if mask.shape[-1] == sum(lengths):
         return mask
-    group = config._flattened_mesh.get_group()
-    rank, size = rank_and_size(config)
-    if _takes_any_length(config):
-        of_ranks = _lengths_of_ranks(group, mask.device, *lengths)
-    else:
-        of_ranks = [lengths] * size  # type: ignore[list-item]
+    rank, _ = rank_and_size(config)
     parts, begin = [], 0
-    for each in zip(*of_ranks):
+    for each in zip(*_lengths_of_ranks(config, mask.device, *lengths)):
         first = begin + sum(each[:rank])
         parts.append(mask[..., first : first + each[rank]])
         begin += sum(each)
@@ -164,12 +131,11 @@ def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
 # Collectives
 
 
-def _takes_any_length(config: Any) -> bool:
-    return getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)
-
-
-def _lengths_of_ranks(group: Any, device: torch.device, *lengths: int) -> list[list[int]]:
+def _lengths_of_ranks(config: Any, device: torch.device, *lengths: int) -> Sequence[Sequence[int]]:
     """For each rank, these lengths of its tensors."""
+    group = config._flattened_mesh.get_group()
+    if not (getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)):
+        return [lengths] * dist.get_world_size(group)
     # A backend for CPU tensors saves waiting for the GPU.
     is_on_cpu = "cpu" in str(dist.get_backend(group))
     own = torch.tensor([lengths], device="cpu" if is_on_cpu else device)
@@ -180,15 +146,20 @@ def _received(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
-def _all_to_all(x: Tensor, ranks: _Ranks, is_back: bool = False) -> Tensor:
+def _are_equal(lengths: Sequence[int]) -> bool:
+    return all(length == lengths[0] for length in lengths)
+
+
+def _all_to_all(x: Tensor, group: Any, lengths: Sequence[int], is_back: bool = False) -> Tensor:
     """All-to-all of x's first dimension: this rank's tokens to each rank, or back."""
-    received = sent = None  # of equal sizes
-    if ranks.lengths is not None:
-        own = [ranks.lengths[dist.get_rank(ranks.group)]] * ranks.size
-        received, sent = (own, ranks.lengths) if is_back else (ranks.lengths, own)
+    received: list[int] | None = None  # equal sizes
+    sent: list[int] | None = None
+    if not _are_equal(lengths):
+        received, sent = [*lengths], [lengths[dist.get_rank(group)]] * len(lengths)
+        received, sent = (sent, received) if is_back else (received, sent)
     if is_differentiated(x):
-        return funcol.all_to_all_single_autograd(x, received, sent, ranks.group)
-    return funcol.all_to_all_single(x, received, sent, ranks.group)
+        return funcol.all_to_all_single_autograd(x, received, sent, group)
+    return funcol.all_to_all_single(x, received, sent, group)
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:
@@ -199,10 +170,12 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
     return gather(x, 0, group)
 
 
-def _send_heads(config: Any, x: Tensor, ranks: _Ranks, query_heads: int) -> Callable[[], Tensor]:
+def _send_heads(
+    config: Any, x: Tensor, lengths: Sequence[int], query_heads: int
+) -> Callable[[], Tensor]:
     """Sends x (B, S of this rank, H, d), and returns a function that waits for (B, S of all ranks, H of this
     rank, d). Fewer heads than the query's are repeated if ranks cannot share them."""
-    size = ranks.size
+    size = config.ulysses_degree
     if x.dim() == 5 and x.shape[2] == 1:
         x = x.squeeze(2)
     if x.dim() == 4:
@@ -218,30 +191,27 @@ def _send_heads(config: Any, x: Tensor, ranks: _Ranks, query_heads: int) -> Call
             x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
         x = x.unflatten(2, (size, -1))
     sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
-    received = _all_to_all(sent, ranks)
+    received = _all_to_all(sent, config._ulysses_mesh.get_group(), lengths)
     return lambda: _received(received).transpose(0, 1)
 
 
-def _send_back(x: Tensor, ranks: _Ranks) -> Tensor:
+def _send_back(config: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
-    sent = x.transpose(0, 1).contiguous()
-    received = _received(_all_to_all(sent, ranks, is_back=True)).unflatten(0, (ranks.size, -1))
-    return received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    group, sent = config._ulysses_mesh.get_group(), x.transpose(0, 1).contiguous()
+    received = _received(_all_to_all(sent, group, lengths, is_back=True))
+    return received.unflatten(0, (config.ulysses_degree, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-def _gather(x: Tensor, ranks: _Ranks) -> Callable[[], Tensor]:
+def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tensor]:
     """Sends x (S of this rank, ...), and returns a function that waits for (S of all ranks, ...)."""
-    x, lengths = x.contiguous(), ranks.lengths
-    if lengths is not None and len(set(lengths)) > 1:
-        padding = x.new_zeros((max(lengths) - x.shape[0], *x.shape[1:]))
-        x = torch.cat([x, padding])
-    else:
-        lengths = None
-    gathered = _all_gather(x, ranks.group)
+    is_padded = not _are_equal(lengths)
+    if is_padded:
+        x = torch.cat([x, x.new_zeros((max(lengths) - x.shape[0], *x.shape[1:]))])
+    gathered = _all_gather(x.contiguous(), group)
 
     def receive() -> Tensor:
         received = _received(gathered)
-        if lengths is None:
+        if not is_padded:
             return received
         each = received.chunk(len(lengths))
         return torch.cat([part[:length] for part, length in zip(each, lengths)])

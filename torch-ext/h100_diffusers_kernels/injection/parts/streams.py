@@ -320,44 +320,27 @@ def plain_norm(
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-# Adaptive norms: the number of rows of their modulation, and the row indices of scale and shift for each
-# result of the norm; None for no shift.
+# Adaptive norms: the class, the number of rows of its modulation, and the row indices of scale and shift (None
+# for no shift) of each result. Families add theirs.
 _PATH = "diffusers.models.normalization:"
-_REPLACING = (
-    "diffusers.models.transformers.transformer_hunyuan_video:"
-    "HunyuanVideoTokenReplaceAdaLayerNormZero"
-)
-_COSMOS = "diffusers.models.transformers.transformer_cosmos:CosmosAdaLayerNormZero"
-_MOCHI = "diffusers.models.transformers.transformer_mochi"
-_CHROMA = "diffusers.models.transformers.transformer_chroma:ChromaAdaLayerNormZero"
-_ADAPTIVE = (
+ADAPTIVE: list[tuple[KnownClass, int, tuple[int | None, ...]]] = [
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
-    (KnownClass(_PATH + "SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6)),
-    (KnownClass(_PATH + "CogVideoXLayerNormZero"), 6, (1, 0, 4, 3)),
-    (KnownClass(_COSMOS), 3, (1, 0)),
-    (KnownClass(_PATH + "LuminaRMSNormZero"), 4, (0, None)),
-    (KnownClass(f"{_MOCHI}:MochiRMSNormZero"), 4, (0, None)),
-    (KnownClass(f"{_MOCHI}:MochiLayerNormContinuous"), 1, (0, None)),
-    (KnownClass(f"{_CHROMA}Pruned"), 6, (1, 0)),
-    (KnownClass(f"{_CHROMA}SinglePruned"), 3, (1, 0)),
-    (KnownClass(_REPLACING), 6, (1, 0)),
-    (KnownClass(_REPLACING + "Single"), 3, (1, 0)),
-)
+]
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
 def is_adaptive(module: Any) -> bool:
     """Whether a norm has the class of a known adaptive norm."""
-    return any(type(module) is known.cls for known, *_ in _ADAPTIVE)
+    return any(type(module) is known.cls for known, *_ in ADAPTIVE)
 
 
 def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
     cls = type(module)
-    for known, count, places in _ADAPTIVE:  # noqa: B007
+    for known, count, places in ADAPTIVE:  # noqa: B007
         if cls is known.cls:
             break
     else:

@@ -222,23 +222,24 @@ def plain_weights(layers: Iterable[Any], *, on_host: bool = False) -> Iterator[N
     try:
         with torch.inference_mode(False):
             for layer in layers:
-                original, weight = original_of(layer), layer.weight
-                values, _ = _current_values(layer, original, on_host)
+                weight = layer.weight
+                values, _ = _current_values(layer, original_of(layer), on_host)
                 if weight.is_meta:
                     weight = nn.Parameter(weight_values(layer), weight.requires_grad)
                 plain = nn.Parameter(values, weight.requires_grad)
-                taken.append((layer, original, weight, plain, _sample(values).clone()))
+                taken.append((layer, weight, plain, _sample(values).clone()))
                 _set_weight(layer, plain)
         yield
     finally:
-        for layer, _, weight, *_ in taken:  # all of them first: what follows may fail
+        for layer, weight, *_ in taken:  # all of them first: what follows may fail
             weight.requires_grad_(layer.weight.requires_grad)
             _set_weight(layer, weight)
-        for layer, original, weight, plain, before in taken:
+        for layer, weight, plain, before in taken:
             if on_host and torch.equal(_sample(plain.data), before):
                 continue
             with torch.inference_mode(False):
                 new, on_cpu = quantized(plain.data.to(weight.device)), _to_host(plain.data)
+            original = original_of(layer)
             if original.parameter is not None:
                 original.parameter.data = on_cpu
             if new.scale.shape != weight.scale.shape:
