@@ -15,6 +15,7 @@ namespace {
 template <class Output>
 struct QuantizedOutput {
   static constexpr bool kIsQuantized = true;
+  static constexpr bool kIsGeneral = std::is_same_v<Output, GeneralOutput<false>>;
 
   struct Operands : Output::Operands {
     RowIndexer::Operand row_scale;

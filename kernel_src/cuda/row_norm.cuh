@@ -159,19 +159,23 @@ __device__ __forceinline__ void store_quantized(const HeldRow<kThreadsPerRow, kS
 template <typename T>
 constexpr int kMinBlocks = sizeof(T) == 4 ? 1 : 0;
 
-// For short rows. A quantized layer norm of 320 threads would take 53 registers, with which three blocks fit;
-// with 48 four fit. With float16 they would spill.
+// For short rows. Some quantized layer norms in bfloat16 would take up to 61 registers. With 48, 40 warps fit
+// on a multiprocessor. In float16 they would spill.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
-constexpr int kMinShortRowBlocks = Output::kIsQuantized && Norm::kIsCentered && Input::kOperands == 1 &&
-                                           kThreadsPerRow == 320 && std::is_same_v<T, __nv_bfloat16>
-                                       ? 4
-                                       : kMinBlocks<T>;
+constexpr int min_short_row_blocks() {
+  if constexpr (Output::kIsQuantized && Norm::kIsCentered && Input::kOperands == 1 &&
+                std::is_same_v<T, __nv_bfloat16>) {
+    constexpr int kWarps = kBlockThreads<kThreadsPerRow> / kWarpThreads;
+    if (kThreadsPerRow == 320 || (Output::kIsGeneral && 40 % kWarps == 0)) return 40 / kWarps;
+  }
+  return kMinBlocks<T>;
+}
 
 // Short rows: kThreadsPerRow threads hold up to kRowPacks packs each in registers. A block has several rows
 // if they are narrow.
 template <typename T, class Input, class Norm, class Output, int kThreadsPerRow>
 __global__ void __launch_bounds__(kBlockThreads<kThreadsPerRow>,
-                                  (kMinShortRowBlocks<T, Input, Norm, Output, kThreadsPerRow>))
+                                  (min_short_row_blocks<T, Input, Norm, Output, kThreadsPerRow>()))
     row_norm_kernel(const __grid_constant__ RowKernelParams<Input, Output> params) {
   constexpr int kSize = kPackSize<T, Access::kVector>, kPacks = kRowPacks;
   constexpr bool kUsesPivot = kUsesPivotFor<T, Norm>;
