@@ -151,4 +151,6 @@ def test_constants_are_those_of_the_result():
             [means[n] for n in FITTED], rel=0.03
         )
     text = fit_attention_inputs.FILE.read_text()
-    assert f"weights {shown['weights']}" in text, "run benchmarks/operations/fit_attention_inputs.py --write"
+    assert f"weights {shown['weights']}" in text, (
+        "run benchmarks/operations/fit_attention_inputs.py --write"
+    )

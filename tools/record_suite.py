@@ -1,6 +1,6 @@
 """Runs the test suite and records commit, GPU, versions, date and counts of outcomes.
 
-The record goes to benchmarks/results/suite/<date>-<commit>-<card>.json, even if tests fail. The tested build
+The record goes to benchmarks/results/suite.json, even if tests fail. The tested build
 must be this checkout's: it has the same Python sources and, if Git knows the commit, the same commit.
 
     python tools/record_suite.py -- --numprocesses 15 --dist worksteal
