@@ -382,8 +382,6 @@ add(
         "latent_cond": normal(2, 8, 6),
     },
 )
-_longcat = {**_FLUX, "pooled_projection_dim": _TEXT}
-add("LongCatImageTransformer2DModel", _longcat, joint, exact=_POSITIONS)
 add("OvisImageTransformer2DModel", {**_FLUX, "out_channels": 8}, joint, exact=_POSITIONS)
 add(
     "MiniMaxMusic3Transformer1DModel",
@@ -771,18 +769,7 @@ def to_other(condition):
 # fmt: off
 TEXTS = ("hidden_states", "encoder_hidden_states")
 _HUNYUAN_TEXTS = (*TEXTS, "timestep", "pooled_projections", "guidance")
-FAMILY_OF = {
-    "LTXVideoTransformer3DModel": "ltx", "LTX2VideoTransformer3DModel": "ltx2",
-    "FluxTransformer2DModel": "flux", "Flux2Transformer2DModel": "flux2",
-    "Flux3Transformer2DModel": "flux3", "QwenImageTransformer2DModel": "qwenimage",
-    "SD3Transformer2DModel": "sd3", "WanTransformer3DModel": "wan",
-    "CosmosTransformer3DModel": "cosmos", "HunyuanVideoTransformer3DModel": "hunyuan_video",
-    "HunyuanVideo15Transformer3DModel": "hunyuan_video15",
-    "CogVideoXTransformer3DModel": "cogvideox", "Krea2Transformer2DModel": "krea2",
-    "ZImageTransformer2DModel": "z_image", "ChromaTransformer2DModel": "chroma",
-    "Lumina2Transformer2DModel": "lumina2", "MochiTransformer3DModel": "mochi",
-    "QwenImage21Transformer2DModel": "qwenimage21", "MiniMaxH3Transformer3DModel": "minimax_h3",
-}
+FAMILY_OF = {family.model.cls: family.name for family in FAMILIES.values()}
 OTHERS = {
     **{cls: of_family(name) for cls, name in FAMILY_OF.items()},
     **{cls: _wans(cls) for cls in COPIES_OF_WAN}, "FluxControlNetModel": _controlnet("flux"),

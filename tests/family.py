@@ -197,7 +197,7 @@ def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None,
                 finish(model)
             return in_dtype(model, device, dtype, keeps)
 
-        make.config = config
+        make.config, make.cls = config, cls
         return make
 
     return decorator

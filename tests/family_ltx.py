@@ -10,6 +10,9 @@ def ltx_model(device, dtype=torch.float32, *, heads=2, **options):
     return ltx_models.transformer(device, dtype, heads=heads, **options)
 
 
+ltx_model.cls = "LTXVideoTransformer3DModel"
+
+
 def ltx_inputs(device, dtype=torch.float32, *, tokens=1, text_length=5, **options):
     grid = (2, 2 + tokens, 2)
     return ltx_models.make_inputs(device, dtype, grid=grid, text_length=text_length, **options)

@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from changes import compile_blocks
-from families import FLUX, every_family, prepared
+from families import every_family, prepared
+from family_flux import FLUX
 from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair
 from ltx_models import calls_of, inputs, kernel_calls, operation_of, run
 

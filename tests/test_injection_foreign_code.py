@@ -22,8 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from checks import relative_distance
-from families import FAMILIES, FLUX, KERNEL_HEADS, LTX, QWEN_IMAGE, SD3, every_family
+from families import FAMILIES, KERNEL_HEADS, every_family
 from families_in_part import family_of
+from family_flux import FLUX
+from family_ltx import LTX
+from family_qwenimage import QWEN_IMAGE
+from family_sd3 import SD3
 from injected_pairs import assert_alike, assert_gradients_agree, fallen_back, injected
 from ltx_models import either_order, kernel_calls, snapshot
 from small_models import MODELS, run

@@ -13,7 +13,8 @@ from diffusers.models._modeling_parallel import ContextParallelConfig
 
 from changes import offload
 from checks import relative_distance
-from families import FAMILIES, LTX, every_family, prepared, run
+from families import FAMILIES, every_family, prepared, run
+from family_ltx import LTX
 from ltx_models import calls_of, computing, either_order, kernel_calls
 from ltx_models import prepared as prepared_ltx
 

@@ -34,29 +34,6 @@ COLUMNS = {
     "models": "models in full",
     "others": "models in part",
 }
-# Families by their names in tests/families.py. They stand in the column of the models in full.
-FAMILIES = {
-    "ltx": "LTX-Video",
-    "ltx2": "LTX-2",
-    "flux": "FLUX.1",
-    "flux2": "FLUX.2",
-    "flux3": "FLUX.3",
-    "chroma": "Chroma",
-    "qwenimage": "Qwen-Image",
-    "sd3": "SD3",
-    "wan": "Wan",
-    "cosmos": "Cosmos",
-    "hunyuan_video": "HunyuanVideo",
-    "hunyuan_video15": "HunyuanVideo 1.5",
-    "cogvideox": "CogVideoX",
-    "mochi": "Mochi",
-    "krea2": "Krea 2",
-    "lumina2": "Lumina 2",
-    "z_image": "Z-Image",
-    "qwenimage21": "Qwen-Image 2.1",
-    "minimax_h3": "MiniMax-H3",
-}
-SUBJECTS = (*COLUMNS, *FAMILIES)
 UNTRIED = {"not tried", "not built"}
 # How much of a model runs on the kernels, as reports say, and what that means on the page.
 LEVELS = {
@@ -115,10 +92,12 @@ class Table:
     """The whole of docs/support.toml.
 
     Attributes:
+        families: the names of the models in full, by their names in tests/families.py.
         level: how much of each class of diffusers runs on the kernels, by its name.
     """
 
     behaviours: dict[str, str]
+    families: dict[str, str]
     sections: dict[str, str]
     features: tuple[Feature, ...]
     level: dict[str, str]
@@ -140,7 +119,8 @@ def load(path: Path = SOURCE) -> Table:
     for (section, name), count in names.items():
         if count > 1:
             raise click.ClickException(f"{path.name}: {section} has {count} features {name!r}.")
-    return Table(data["behaviours"], data["sections"], features, _levels(data["levels"]))
+    parts = (data["behaviours"], data["families"], data["sections"])
+    return Table(*parts, features, _levels(data["levels"]))
 
 
 def _levels(data: dict[str, list[str]]) -> dict[str, str]:
@@ -153,15 +133,16 @@ def _levels(data: dict[str, list[str]]) -> dict[str, str]:
 
 
 def _feature(fields: dict, data: dict) -> Feature:
-    on = {key: value for key, value in fields.items() if key in SUBJECTS}
-    others = {key: value for key, value in fields.items() if key not in SUBJECTS}
+    subjects = (*COLUMNS, *data["families"])
+    on = {key: value for key, value in fields.items() if key in subjects}
+    others = {key: value for key, value in fields.items() if key not in subjects}
 
     def refuse(what: str) -> None:
         raise click.ClickException(f"support.toml: {fields.get('feature', fields)}: {what}.")
 
     known = {"section", "feature", "note", "id", "tests"}
     if not {"section", "feature"} <= others.keys() <= known:
-        refuse(f"its keys must be among {', '.join((*known, *SUBJECTS))}, got {', '.join(fields)}")
+        refuse(f"its keys must be among {', '.join((*known, *subjects))}, got {', '.join(fields)}")
     if others["section"] not in data["sections"]:
         refuse(f"section must be one of {', '.join(data['sections'])}, got {others['section']!r}")
     if not on or not set(on.values()) <= data["behaviours"].keys():
@@ -172,23 +153,23 @@ def _feature(fields: dict, data: dict) -> Feature:
     return feature
 
 
-def _cell(feature: Feature, column: str) -> str:
+def _cell(feature: Feature, column: str, names: dict[str, str]) -> str:
     word = feature.on.get(column, "")
     if column != "models":
         return word
     families: dict[str, list[str]] = {}
-    for family, name in FAMILIES.items():
+    for family, name in names.items():
         if family in feature.on:
             families.setdefault(feature.on[family], []).append(name)
     named = "; ".join(f"{', '.join(names)}: {word}" for word, names in families.items())
     return f"{word}; {named}" if word and named else word or named
 
 
-def _table(features: list[Feature]) -> str:
+def _table(features: list[Feature], names: dict[str, str]) -> str:
     """The features of a section, without columns that would be empty."""
     columns = ["feature", *COLUMNS.values(), "note"]
     rows = [
-        [feature.feature, *(_cell(feature, column) for column in COLUMNS), feature.note]
+        [feature.feature, *(_cell(feature, column, names) for column in COLUMNS), feature.note]
         for feature in features
     ]
     used = [any(row[i] for row in rows) for i in range(len(columns))]
@@ -227,7 +208,7 @@ def render(table: Table) -> dict[Path, str]:
     page, tests = [HEAD, legend], [TESTS_HEAD]
     for section, title in table.sections.items():
         features = [feature for feature in table.features if feature.section == section]
-        page += [f"## {title}", _table(features)]
+        page += [f"## {title}", _table(features, table.families)]
         lines = [f"- {f.feature}: {_links(f.tests)}" for f in features if f.tests]
         tests += [f"## {title}", "\n".join(lines)]
     page += [LEVELS_HEAD, _level_table(table.level)]

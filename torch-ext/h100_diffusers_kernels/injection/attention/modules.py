@@ -212,8 +212,8 @@ def _may_attend(call: Call, module: Any, head_dim: int) -> bool:
     """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
     Counts the reason if not."""
     spec: Any = call.stand_in.spec
-    library = sys.modules[spec.library]
-    dispatches = spec.dispatches and hasattr(library, "dispatch_attention_fn")
+    library: Any = sys.modules[spec.library] if spec.dispatches else None
+    dispatches = hasattr(library, "dispatch_attention_fn")
     reason = None
     if not is_native(module.processor, dispatches):
         call.leave_attention(CHOSEN)

@@ -27,7 +27,7 @@ from ..core.patch import Call
 from ..parts import joint_blocks
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.linears import LINEAR_GELU
-from ..parts.streams import ADAPTIVE, adaptive_norm
+from ..parts.streams import ADAPTIVE, BlockSpec, adaptive_norm
 from ..quantized.precision import TWO_LISTS
 
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
@@ -131,12 +131,10 @@ _SPECS = (
     model_spec(
         f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
     ),
-    joint_blocks.double_spec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
-    joint_blocks.single_spec(
+    BlockSpec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
+    BlockSpec(
         f"{_CHROMA}:ChromaSingleTransformerBlock",
         _single_block_forward,
-        operations="layer_norm_modulate, gated_residual, GELU in the matrix product's epilogue, "
-        "or gelu",
     ),
     attention.flux_attention_spec(
         f"{_FLUX}:FluxAttention",
@@ -150,5 +148,4 @@ _ONCE = (
     *("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer"),
     *("norm_out", "proj_out"),
 )
-_LAYERS = TWO_LISTS
-FAMILIES = (Family("Chroma", _SPECS, _ONCE, _LAYERS),)
+FAMILIES = (Family("Chroma", _SPECS, _ONCE, TWO_LISTS),)

@@ -207,5 +207,4 @@ _SPECS = (
     linears.LINEAR_GELU,
 )
 _ONCE = ("patch_embed", "time_embedding", "ofs_embedding", "norm_final", "norm_out", "proj_out")
-_LAYERS = ONE_LIST
-FAMILIES = (Family("CogVideoX", _SPECS, _ONCE, _LAYERS),)
+FAMILIES = (Family("CogVideoX", _SPECS, _ONCE, ONE_LIST),)

@@ -35,7 +35,7 @@ from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import ChosenRows
-from ..parts.streams import ADAPTIVE
+from ..parts.streams import ADAPTIVE, BlockSpec
 from ..quantized.precision import ONE_LIST, TWO_LISTS, Layers
 
 _MODELS = "diffusers.models.transformers.transformer_"
@@ -318,12 +318,8 @@ def _replacing_single_block_forward(
 
 
 _REPLACING_BLOCKS = (
-    joint_blocks.double_spec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
-    joint_blocks.single_spec(
-        f"{_REPLACING}SingleTransformerBlock",
-        _replacing_single_block_forward,
-        operations=joint_blocks.FLUX_OPERATIONS,
-    ),
+    BlockSpec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
+    BlockSpec(f"{_REPLACING}SingleTransformerBlock", _replacing_single_block_forward),
 )
 
 
@@ -360,12 +356,12 @@ def _family(
         name,
         (
             *specs,
-            joint_blocks.double_spec(
+            BlockSpec(
                 f"{path}TransformerBlock",
                 _double_block_forward,
                 parameters=f"{_BLOCK} {rope} args kwargs",
             ),
-            joint_blocks.single_spec(f"{path}SingleTransformerBlock", _single_block_forward),
+            BlockSpec(f"{path}SingleTransformerBlock", _single_block_forward),
             streams.BlockSpec(
                 f"{path}IndividualTokenRefinerBlock",
                 _refiner_block_forward,

@@ -190,5 +190,4 @@ _SPECS = (
     TIMESTEPS,
 )
 _ONCE = ("patch_embed", "time_embed", "rope", "proj_out")
-_LAYERS = ONE_LIST
-FAMILIES = (Family("Mochi", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)
+FAMILIES = (Family("Mochi", _SPECS, _ONCE, ONE_LIST, OUTPUT_NORM),)

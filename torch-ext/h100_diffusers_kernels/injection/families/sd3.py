@@ -142,5 +142,4 @@ _SPECS = (
     linears.LINEAR_GELU,
 )
 _ONCE = ("pos_embed", "time_text_embed", "context_embedder", "proj_out")
-_LAYERS = ONE_LIST
-FAMILIES = (Family("Stable Diffusion 3", _SPECS, _ONCE, _LAYERS, OUTPUT_NORM),)
+FAMILIES = (Family("Stable Diffusion 3", _SPECS, _ONCE, ONE_LIST, OUTPUT_NORM),)

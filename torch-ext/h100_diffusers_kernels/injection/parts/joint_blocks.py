@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...operations.conditions import kernels_take
 from ..core.patch import Call
 from .linears import (
     QUERY_KEY_VALUE,
@@ -102,13 +103,45 @@ def single_block(
     return end(stream, hands_over=hands_over and is_exact, as_returned=as_returned)
 
 
-# FLUX's blocks, and blocks whose norms and layers have the same names.
-FLUX_OPERATIONS = "layer_norm_modulate, gated_residual_layer_norm_modulate, gated_residual"
-double_spec = partial(
-    BlockSpec,
-    operations=FLUX_OPERATIONS,
-)
-single_spec = partial(
-    BlockSpec,
-    operations=f"{FLUX_OPERATIONS}, GELU in the matrix product's epilogue, or gelu",
-)
+# --------------------------------------------------------------------------------------------------
+# FLUX.1's blocks, of which other models have copies
+
+
+def double_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
+
+
+def single_block_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not kernels_take(x, c, temb):
+        return call.refuse(x, c, temb)
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+
+    def attend(n: Any) -> Tensor:
+        return self._modules["attn"](hidden_states=n, **more)
+
+    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend)
+
+
+double_spec = partial(BlockSpec, forward=double_block_forward)
+single_spec = partial(BlockSpec, forward=single_block_forward)

@@ -320,8 +320,8 @@ def plain_norm(
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-# Adaptive norms: the class, the number of rows of its modulation, and the row indices of scale and shift (None
-# for no shift) of each result. Families add theirs.
+# Adaptive norms: the class, the number of rows of its modulation, and the rows of scale and shift of each
+# result; None for no shift. Families add theirs.
 _PATH = "diffusers.models.normalization:"
 ADAPTIVE: list[tuple[KnownClass, int, tuple[int | None, ...]]] = [
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
