@@ -286,9 +286,13 @@ def plain_call(operation: str, name: str | None = None) -> Callable:
     parameters = _parameters(overload._schema)
     untraced = overload._op
 
-    def call(*arguments, written: Any = None, refused: tuple[str, str, str] | None = None):
+    def call(*arguments, written: Any = None, refused: tuple[str, str, Any] | None = None):
         # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
-        if is_differentiated(*arguments):
+        if (  # ``is_differentiated``, inlined
+            forward_ad._current_level >= 0
+            or _are_transforms_active()
+            or (_is_grad_enabled() and _requires_grad(arguments))
+        ):
             _refuse_derivatives(operation, parameters, arguments, refused)
         try:
             if _is_compiling():
@@ -308,7 +312,7 @@ def plain_call(operation: str, name: str | None = None) -> Callable:
 
 
 def _refuse_derivatives(
-    operation: str, parameters: list, arguments: tuple, refused: tuple[str, str, str] | None
+    operation: str, parameters: list, arguments: tuple, refused: tuple[str, str, Any] | None
 ) -> NoReturn:
     _check_types(operation, parameters, arguments)
     if refused is None:
@@ -318,4 +322,5 @@ def _refuse_derivatives(
         fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
     _check_layouts(operation, parameters, arguments)
     argument, accepted, given = refused
+    given = given if isinstance(given, str) else shown(given)
     fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")

@@ -22,7 +22,6 @@ from .calls import (
     promoted,
     refuse_type,
     required,
-    shown,
 )
 from .norm import normalized
 from .rope import INTERLEAVED, LAYOUTS, by_head, rotated
@@ -252,14 +251,15 @@ def qk_norm_rope(
     if out is None:
         outputs, refused = (q, k), ("inplace", "False", "True")
     else:
-        outputs, refused = _outputs(inplace, v, out), ("out", "None", shown(out))
+        outputs, refused = _outputs(inplace, v, out), ("out", "None", out)
     q_out, k_out, v_out = (*outputs, None)[:3]
     arguments = q, k, v, *arguments, q_out, k_out, v_out, inplace
     return _qk_norm_rope_out(*arguments, written=outputs, refused=refused)
 
 
 def _outputs(inplace: bool, v: Optional[Tensor], out: Any) -> tuple:
-    if not isinstance(out, (tuple, list)) or not all(isinstance(x, Tensor) for x in out):
+    types = {*map(type, out)} if isinstance(out, (tuple, list)) else {type(None)}
+    if types != {Tensor} and not all(issubclass(each, Tensor) for each in types):
         accepted = "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors or None"
         refuse_type("qk_norm_rope", "out", accepted, out)
     if inplace:
