@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import CHECKOUT
 from benchmarks.models import outliers
 
 KERNEL_ID = "org/h100-diffusers-kernels"
-CHECKOUT = Path(__file__).resolve().parents[2]
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
 FA3 = f"{REGIONAL}+fa3"  # the same with self-attention by FlashAttention-3
