@@ -90,6 +90,28 @@ def test_python_source_is_for_3_9_and_imports_only_torch(path):
     assert imported - set(sys.stdlib_module_names) <= {"torch"}
 
 
+# The folders of injection, from below; "" are the files beside them.
+FLOORS = {"core": 1, "quantized": 2, "parallel": 2, "parts": 3, "attention": 4, "families": 5}
+FLOORS |= {"decoders": 5, "graphs": 6, "": 6}
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_imports_go_down(folder):
+    """A file of injection imports only from floors below its own and from its own folder."""
+    injection = SOURCES / "injection"
+    for path in (injection / folder).glob("*.py"):
+        if path.name == "__init__.py" and not folder:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                parent = path.parents[node.level - 1]
+                parts = [*parent.relative_to(SOURCES).parts, *(node.module or "").split(".")]
+                if parts[0] == "injection" and parent.is_relative_to(injection):
+                    target = parts[1] if parts[1] in FLOORS else ""
+                    is_below = FLOORS[target] < FLOORS[folder] or target == folder or not folder
+                    assert is_below, f"{path.relative_to(injection)} imports {'.'.join(parts)}"
+
+
 def test_public_names(kernel):
     operations = {
         name for name, value in vars(kernel.operations).items() if isinstance(value, FunctionType)
