@@ -248,8 +248,9 @@ def qk_norm_rope(
         fail("qk_norm_rope", "out must be given along with v, got None")
     if not writes:
         return _qk_norm_two_ropes(q, k, v, *arguments)
+    refused: tuple[str, str, Any]
     if out is None:
-        outputs, refused = (q, k), ("inplace", "False", "True")
+        outputs, refused = (q, k), ("inplace", "False", True)
     else:
         outputs, refused = _outputs(inplace, v, out), ("out", "None", out)
     q_out, k_out, v_out = (*outputs, None)[:3]
