@@ -299,7 +299,7 @@ def test_failure(kernel, device, precision, is_late, monkeypatch):
     model = model_of(LTX, device)
     before = dict(model.named_parameters())
     values = {name: value.clone() for name, value in before.items()}
-    module = part_of(kernel, "inject" if is_late else "quantized.fp8_weights")
+    module = part_of(kernel, "core.patch" if is_late else "quantized.fp8_weights")
     name = "put_in" if is_late else "_set_weight"
     own, calls = getattr(module, name), []
 

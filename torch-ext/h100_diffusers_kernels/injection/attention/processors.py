@@ -342,10 +342,11 @@ def _names(code: CodeType) -> frozenset[str]:
 class ProcessorSpec(PatchSpec):
     """A class of modules whose forward calls their processor.
 
-    ``dispatches`` is False: ``attention.attend`` calls PyTorch's attention.
+    ``dispatches`` is False, so ``library`` may be any module: ``attend`` calls PyTorch's attention.
     """
 
     dispatches: ClassVar[bool] = False
+    library: ClassVar[str] = "torch"
 
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
@@ -499,4 +500,6 @@ def attention_spec(module: nn.Module) -> ProcessorSpec | None:
     if code is None or "processor" not in code.co_names or "__class__" in code.co_freevars:
         return None
     path = f"{owner.__module__}:{owner.__qualname__}"
-    return _specs.setdefault(path, ProcessorSpec(path, _forward, "attention"))
+    if path not in _specs:
+        _specs[path] = ProcessorSpec(path, _forward, "attention")
+    return _specs[path]
