@@ -33,12 +33,9 @@ from ..parts.streams import BlockSpec, end, start, table_norm
 from ..quantized.precision import ONE_LIST
 
 _LTX = "diffusers.models.transformers.transformer_ltx"
-
-
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_FIRST_NORMS = (
-    partial(table_norm, readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)),
-)
+_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
+_FIRST_NORMS = (partial(table_norm, readers=_READERS),)
 _FF_READER = partial(linears.feed_forward_reader, "ff")
 
 
@@ -51,19 +48,14 @@ def _block_forward(
     image_rotary_emb: Any = None,
     encoder_attention_mask: Tensor | None = None,
 ) -> Tensor:
-    x, c, mask, modules = (
-        hidden_states,
-        encoder_hidden_states,
-        encoder_attention_mask,
-        self._modules,
-    )
+    x, c, modules = hidden_states, encoder_hidden_states, self._modules
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     options = {"encoder_hidden_states": None, "image_rotary_emb": image_rotary_emb}
     s.add(modules["attn1"](hidden_states=s.n, **options), gate)
-    options = {"image_rotary_emb": None, "attention_mask": mask}
+    options = {"image_rotary_emb": None, "attention_mask": encoder_attention_mask}
     s.add(modules["attn2"](s.x, encoder_hidden_states=c, **options))
     n = s.norm("norm2", scale_mlp, shift_mlp, readers=_FF_READER)
     s.add(linears.feed_forward_branch(modules["ff"], n), gate_mlp)
@@ -102,8 +94,6 @@ def _rope_forward(
     The class's own forward computes tables for other code than the blocks: hooks (context parallelism shards
     the tables), and autograd, for which each block would have to save its own.
     """
-    if "_prepare_video_coords" in self.__dict__:
-        return call.decline("_prepare_video_coords was replaced")
     if not kernels_run_on(hidden_states):
         return call.refuse(hidden_states)
     is_double = video_coords is not None and video_coords.dtype == torch.float64
@@ -145,10 +135,7 @@ _ROPE = f"{_LTX}:LTXVideoRotaryPosEmbed"
 _SPECS = (
     model_spec(f"{_LTX}:LTXVideoTransformer3DModel", "transformer_blocks"),
     PatchSpec(_ROPE, _rope_forward, _COORDINATES, (f"{_ROPE}._prepare_video_coords",)),
-    BlockSpec(
-        f"{_LTX}:LTXVideoTransformerBlock",
-        _block_forward,
-    ),
+    BlockSpec(f"{_LTX}:LTXVideoTransformerBlock", _block_forward),
     attention.AttentionSpec(
         f"{_LTX}:LTXAttention",
         _attention_forward,
@@ -159,6 +146,5 @@ _SPECS = (
     linears.LINEAR_GELU,
 )
 _ONCE = ("proj_in", "time_embed", "caption_projection", "norm_out", "proj_out")
-# As in Lightricks' FP8 checkpoint of LTX-2.
-_LAYERS = ONE_LIST._replace(ends=2)
-FAMILIES = (Family("LTX-Video", _SPECS, _ONCE, _LAYERS),)
+# FP8 layers as in Lightricks' checkpoint of LTX-2.
+FAMILIES = (Family("LTX-Video", _SPECS, _ONCE, ONE_LIST._replace(ends=2)),)
