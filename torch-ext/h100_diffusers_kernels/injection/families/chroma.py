@@ -32,23 +32,19 @@ from ..quantized.precision import TWO_LISTS
 
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
 _FLUX = "diffusers.models.transformers.transformer_flux"
+
 ADAPTIVE += [
     (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroPruned"), 6, (1, 0)),
     (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroSinglePruned"), 3, (1, 0)),
 ]
 
 
-def _rows(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor:
-    return temb.flatten(1, 2)
-
-
-def _first_norm(
-    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, *, first: int, last: int, **how
-) -> Any:
+def _first_norm(call: Call, block, previous_x, temb, *, first, last, **options) -> Any:
     """``adaptive_norm`` with the rows of ``temb`` (B, N, D) from ``first`` to before ``last``."""
     if previous_x is not None:
         return None  # the model has not selected the next block's rows yet
-    return adaptive_norm(call, block, None, temb[:, first:last], modulation_of=_rows, **how)
+    options["modulation_of"] = lambda call, module, previous_x, rows: rows.flatten(1, 2)
+    return adaptive_norm(call, block, None, temb[:, first:last], **options)
 
 
 _DOUBLE = (
@@ -114,28 +110,23 @@ def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
     state = call.state
     is_product = state is not None and mask is state.block_mask and mask.shape[0] == x.shape[0]
     is_taken = mask.dtype in (x.dtype, torch.bool) and not is_differentiated(mask)
-    count = state.text_length if is_product and is_taken else None
-    if count is None:
+    if not (is_product and is_taken) or state.text_length is None:
         return {}
-    return call.shared("equivalents", mask, partial(_read_product, text_length=count))
 
+    def read(mask: Tensor) -> dict[str, Any]:
+        key_bias = mask[:, 0].diagonal(dim1=1, dim2=2).contiguous()  # the mask of the tokens
+        if mask.dtype == torch.bool:
+            return {"key_bias": key_bias.float().log_()}  # 0 for True, -inf for False
+        is_padding = (key_bias[:, : state.text_length] == 0).unsqueeze(2)
+        return {"key_bias": key_bias, "is_unbiased": is_padding}
 
-def _read_product(mask: Tensor, text_length: int) -> dict[str, Any]:
-    key_bias = mask[:, 0].diagonal(dim1=1, dim2=2).contiguous()  # the mask of the tokens
-    if mask.dtype == torch.bool:
-        return {"key_bias": key_bias.float().log_()}  # 0 for True, -inf for False
-    return {"key_bias": key_bias, "is_unbiased": (key_bias[:, :text_length] == 0).unsqueeze(2)}
+    return call.shared("equivalents", mask, read)
 
 
 _SPECS = (
-    model_spec(
-        f"{_CHROMA}:ChromaTransformer2DModel", "transformer_blocks", "single_transformer_blocks"
-    ),
+    model_spec(f"{_CHROMA}:ChromaTransformer2DModel", *TWO_LISTS.blocks),
     BlockSpec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
-    BlockSpec(
-        f"{_CHROMA}:ChromaSingleTransformerBlock",
-        _single_block_forward,
-    ),
+    BlockSpec(f"{_CHROMA}:ChromaSingleTransformerBlock", _single_block_forward),
     attention.flux_attention_spec(
         f"{_FLUX}:FluxAttention",
         forward=partial(attention.forward_with_tables, equivalents_of=_equivalents),

@@ -23,12 +23,9 @@ from ..quantized.precision import TWO_LISTS
 
 _FLUX = "diffusers.models.transformers.transformer_flux"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_flux"
-
-
-_LISTS = ("transformer_blocks", "single_transformer_blocks")
 _SPECS = (
-    model_spec(f"{_FLUX}:FluxTransformer2DModel", *_LISTS),
-    model_spec(f"{_CONTROLNET}:FluxControlNetModel", *_LISTS),
+    model_spec(f"{_FLUX}:FluxTransformer2DModel", *TWO_LISTS.blocks),
+    model_spec(f"{_CONTROLNET}:FluxControlNetModel", *TWO_LISTS.blocks),
     double_spec(f"{_FLUX}:FluxTransformerBlock"),
     single_spec(f"{_FLUX}:FluxSingleTransformerBlock"),
     flux_attention_spec(f"{_FLUX}:FluxAttention"),

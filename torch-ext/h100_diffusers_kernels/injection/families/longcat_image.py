@@ -11,9 +11,8 @@ from ..parts.norm_modules import OUTPUT_NORM
 from ..quantized.precision import TWO_LISTS
 
 _MODEL = "diffusers.models.transformers.transformer_longcat_image:LongCatImage"
-_LISTS = ("transformer_blocks", "single_transformer_blocks")
 _SPECS = (
-    model_spec(f"{_MODEL}Transformer2DModel", *_LISTS),
+    model_spec(f"{_MODEL}Transformer2DModel", *TWO_LISTS.blocks),
     double_spec(f"{_MODEL}TransformerBlock"),
     single_spec(f"{_MODEL}SingleTransformerBlock"),
     flux_attention_spec(f"{_MODEL}Attention"),
