@@ -51,8 +51,9 @@ class Fp8Weight(NamedTuple):
     bias: Tensor | None
 
 
-def fp8_weight(layer: Any) -> Fp8Weight | None:
-    """A layer's weight and bias for ``linear_fp8``, or None if it is no FP8 layer."""
+def fp8_weight(layer: Any, is_traced: bool | None = None) -> Fp8Weight | None:
+    """A layer's weight and bias for ``linear_fp8``, or None if it is no FP8 layer. ``is_traced``: whether
+    torch.compile traces, if the caller knows."""
     parameters = layer._parameters
     weight: Any = parameters.get("weight")
     cls: Any = type(weight)
@@ -69,7 +70,8 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
         return None
     # What was checked before is known by a reference to the values, which offloading and users replace. A
     # weak one to the weight would forbid `module.to`.
-    is_traced = torch.compiler.is_dynamo_compiling()
+    if is_traced is None:
+        is_traced = torch.compiler.is_dynamo_compiling()
     stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
     checked = stand_in.cached if type(stand_in) is StandIn else None
     ids = id(weight), id(scale), id(bias)
@@ -78,7 +80,10 @@ def fp8_weight(layer: Any) -> Fp8Weight | None:
             return None
         if values is not weight and type(stand_in) is StandIn:
             stand_in.cached = (weakref.ref(values), *ids)
-    return Fp8Weight(values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
+    # Without the call of the class's own ``__new__``.
+    return tuple.__new__(
+        Fp8Weight, (values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
+    )
 
 
 def _has_known_format(weight: Any) -> bool:
@@ -156,11 +161,10 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
 
 def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     """Each layer's weight if all are plain FP8 layers that take x, which may be quantized then. Or None."""
-    weights = {}
+    weights: dict[Any, Fp8Weight] = {}
+    is_traced = None if len(layers) == 1 else torch.compiler.is_dynamo_compiling()
     for layer in layers:
-        if layer is None or has_plain_weight(layer):
-            return None
-        found = fp8_weight(layer)
+        found = None if layer is None else fp8_weight(layer, is_traced)
         if found is None:
             return None
         weights[layer] = found
@@ -169,7 +173,8 @@ def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     for layer, found in weights.items():
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
-    return weights if are_plain_linears(*layers) else None
+    known = _BFL_LINEAR if type(layers[0]) is _BFL_LINEAR.cls else LINEAR
+    return weights if checks.is_plain(layers[0], known, *layers[1:]) else None
 
 
 def has_plain_weight(layer: Any) -> bool:
