@@ -25,7 +25,7 @@ from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import double_block
+from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import clip_to_float16
 from ..quantized.fp8_linears import computed
@@ -34,27 +34,23 @@ from ..quantized.precision import ATTENTION_LAYERS, TWO_LISTS
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
 
 
-def _first_norm(call: Call, block, previous_x, *modulations, name, count, layers) -> Any:
-    """N rows, each (B, 1 or S, D), of a modulation (B, N * D) or (B, 1 or S, N * D); the last is text's.
-    ``layers``: those of the attention that take the norm's result."""
-    modulation = modulations[-1 if name.endswith("context") else 0]
+def _first_norm(call: Call, block, previous_x, *modulations, name, readers, i=0, count=6) -> Any:
+    """Rows are shift, scale and gate of attention, then of the feed-forward if there are six, of the i-th
+    modulation, (B, N * D) or (B, 1 or S, N * D)."""
 
-    def split(modulation: Tensor) -> tuple:
-        by_token = modulation.unsqueeze(1) if modulation.dim() == 2 else modulation
-        return by_token.chunk(count, dim=-1)
+    def split(m: Tensor) -> streams.Rows:
+        return (m.unsqueeze(1) if m.dim() == 2 else m).chunk(count, dim=-1)
 
-    rows_of = partial(call.shared, f"{name} rows", modulation, split)
-    readers = partial(linears.fp8_readers, "attn", layers)
+    rows_of = partial(call.shared, f"{name} rows", modulations[i], split)
     return streams.plain_norm(call, block, previous_x, name=name, rows_of=rows_of, readers=readers)
 
 
-# Of image and text; rows are shift, scale and gate of attention, then of the feed-forward.
 _DOUBLE = (
-    partial(_first_norm, name="norm1", count=6, layers=linears.QUERY_KEY_VALUE),
-    partial(_first_norm, name="norm1_context", count=6, layers=linears.TEXT_QUERY_KEY_VALUE),
+    partial(_first_norm, name="norm1", readers=IMAGE_READERS),
+    partial(_first_norm, name="norm1_context", readers=TEXT_READERS, i=1),
 )
-# Rows are shift, scale and gate.
-_SINGLE = (partial(_first_norm, name="norm", count=3, layers=("to_qkv_mlp_proj",)),)
+_READERS = partial(linears.fp8_readers, "attn", ("to_qkv_mlp_proj",))
+_SINGLE = (partial(_first_norm, name="norm", readers=_READERS, count=3),)
 
 
 def _double_block_forward(
@@ -116,10 +112,10 @@ def _parallel_attention_forward(
     how = (image_rotary_emb, rotate, "per_head", heads)
     config = attention.context_parallel_of(call, self)
     query, key = attention.norm_and_rotate(call, self, query, key, *how, config=config)
-    operands = query, key, value, attention_mask
+    attend = partial(attention.attend, call, self, query, key, value, attention_mask, heads=heads)
     activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
     is_branch = type(hidden_states) is QuantizedRows
-    if (
+    if not (
         may_write()
         and is_plain(activation, linears.FLUX2_SWIGLU)
         and is_plain(activation._modules.get("gate_fn"), linears.SILU)
@@ -127,38 +123,29 @@ def _parallel_attention_forward(
         and kernels_take(mlp, query)
         and not is_differentiated(mlp, query)
     ):
-        # Both results are written into one buffer.
-        columns = linears.fp8_columns(to_out, mlp, mlp.shape[-1] // 2)
-        if columns is not None:
-            out = attention.attend(call, self, *operands, heads=heads)
-            operations.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
-            product = linears.linear_of_concat(call, to_out, out, columns)
-            return product if is_branch else computed(product)
-        size = heads * self.head_dim
-        both = mlp.new_empty(*mlp.shape[:2], size + mlp.shape[-1] // 2)
-        place = both[..., :size]
-        out = attention.attend(call, self, *operands, heads=heads, out=place)
-        if out is not place:
-            place.copy_(out)
-        operations.swiglu(mlp, activated="first", out=both[..., size:])
-    else:
-        out = attention.attend(call, self, *operands, heads=heads)
-        both = torch.cat([out, activation(mlp)], dim=-1)
+        both = torch.cat([attend(), activation(mlp)], dim=-1)
+        return linears.linear_per_sample(to_out, both, is_branch)
+    # Both results are written into one buffer.
+    size, mlp_size = query.shape[2], mlp.shape[2] // 2
+    columns = linears.fp8_columns(to_out, mlp, mlp_size)
+    if columns is not None:
+        out = attend()
+        operations.swiglu_fp8(mlp, activated="first", block_size=FP8_BLOCK, out=columns.last())
+        product = linears.linear_of_concat(call, to_out, out, columns)
+        return product if is_branch else computed(product)
+    both = mlp.new_empty(*mlp.shape[:2], size + mlp_size)
+    place = both[..., :size]
+    out = attend(out=place)
+    if out is not place:
+        place.copy_(out)
+    operations.swiglu(mlp, activated="first", out=both[..., size:])
     return linears.linear_per_sample(to_out, both, is_branch)
 
 
 _SPECS = (
-    model_spec(
-        f"{_FLUX2}:Flux2Transformer2DModel", "transformer_blocks", "single_transformer_blocks"
-    ),
-    streams.BlockSpec(
-        f"{_FLUX2}:Flux2TransformerBlock",
-        _double_block_forward,
-    ),
-    streams.BlockSpec(
-        f"{_FLUX2}:Flux2SingleTransformerBlock",
-        _single_block_forward,
-    ),
+    model_spec(f"{_FLUX2}:Flux2Transformer2DModel", *TWO_LISTS.blocks),
+    streams.BlockSpec(f"{_FLUX2}:Flux2TransformerBlock", _double_block_forward),
+    streams.BlockSpec(f"{_FLUX2}:Flux2SingleTransformerBlock", _single_block_forward),
     attention.flux_attention_spec(f"{_FLUX2}:Flux2Attention"),
     attention.AttentionSpec(
         f"{_FLUX2}:Flux2ParallelSelfAttention", _parallel_attention_forward, "qk_norm_rope, swiglu"
@@ -168,9 +155,8 @@ _SPECS = (
     linears.swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
 )
 _ONCE = (
-    *("time_guidance_embed", "double_stream_modulation_img"),
-    *("double_stream_modulation_txt", "single_stream_modulation", "x_embedder", "context_embedder"),
-    "proj_out",
+    *("time_guidance_embed", "double_stream_modulation_img", "double_stream_modulation_txt"),
+    *("single_stream_modulation", "x_embedder", "context_embedder", "proj_out"),
 )
 _LAYERS = TWO_LISTS._replace(
     layers=(*ATTENTION_LAYERS, "attn.to_qkv_mlp_proj", "attn.to_out", "*ff*.linear_*")

@@ -22,9 +22,10 @@ from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts import linears
 from ..parts.embeddings import TIMESTEPS, axial_positions
+from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
-from ..parts.streams import BlockSpec, Rows, concat_streams, end, plain_norm, start
+from ..parts.streams import BlockSpec, concat_streams, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
@@ -32,21 +33,15 @@ _FLUX3 = "diffusers.models.transformers.transformer_flux3"
 
 def _readers(block: Any, x: Tensor) -> Any:
     """Attention and feed-forward."""
-    weights = linears.fp8_readers("attn", linears.QUERY_KEY_VALUE, block, x)
-    others = None if weights is None else linears.feed_forward_reader("ff", block, x)
-    return {**weights, **others} if weights and others else None
+    weights = IMAGE_READERS(block, x)
+    others = weights and linears.feed_forward_reader("ff", block, x)
+    return others and {**weights, **others}
 
 
-def _first_norm(
-    call: Call, block: Any, previous_x: Tensor | None, *modulations: Tensor, i: int
-) -> Any:
+def _first_norm(call: Call, block, previous_x, *modulations: Tensor, i: int) -> Any:
     """Rows are shift, scale and gate of the i-th modulation, each (B, S, D)."""
-
-    def rows_of(*modulations: Tensor) -> Rows:
-        return call.shared(f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
-
-    how: Any = {"name": "norm", "rows_of": rows_of, "readers": _readers}
-    return plain_norm(call, block, previous_x, *modulations, **how)
+    rows_of = partial(call.shared, f"rows {i}", modulations[i], lambda m: m.chunk(3, dim=-1))
+    return plain_norm(call, block, previous_x, name="norm", rows_of=rows_of, readers=_readers)
 
 
 _IMAGE = (partial(_first_norm, i=0),)
@@ -95,11 +90,9 @@ def _attention_forward(
         query, key, value = project(self, hidden_states)
     else:
         query, key, value = attention.query_key_value(self, hidden_states, None)
-    rotate = partial(rotation, sequence_dim=1)
-    how = (image_rotary_emb, rotate, "per_head", self.heads)
-    query, key = attention.norm_and_rotate(
-        call, self, query, key, *how, upcasts=Upcasts.TO_NEXT_LINEAR
-    )
+    rotate, upcasts = partial(rotation, sequence_dim=1), Upcasts.TO_NEXT_LINEAR
+    how = (image_rotary_emb, rotate, "per_head", self.heads, "interleaved", upcasts)
+    query, key = attention.norm_and_rotate(call, self, query, key, *how)
     out = attention.attend(call, self, query, key, value, attention_mask, heads=self.heads)
     return attention.project_out(self, out)
 
@@ -124,19 +117,12 @@ def _output_norm_forward(self: Any, call: Call, hidden_states: Tensor, temb: Ten
     return norm_and_modulate(call, self, "norm", hidden_states, scale, shift, Upcasts.NOWHERE)
 
 
-def _block(name: str, forward: Any) -> BlockSpec:
-    return BlockSpec(
-        f"{_FLUX3}:{name}",
-        forward,
-    )
-
-
 _LISTS = ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond")
 _ONE_ROW = "one row for all tokens"
 _SPECS = (
     model_spec(f"{_FLUX3}:Flux3Transformer2DModel", *_LISTS, "single_transformer_blocks"),
-    _block("Flux3ModeTransformerBlock", _mode_block_forward),
-    _block("Flux3SingleTransformerBlock", _single_block_forward),
+    BlockSpec(f"{_FLUX3}:Flux3ModeTransformerBlock", _mode_block_forward),
+    BlockSpec(f"{_FLUX3}:Flux3SingleTransformerBlock", _single_block_forward),
     attention.flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
     linears.swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
     PatchSpec(f"{_FLUX3}:Flux3Modulation", _modulation_forward, _ONE_ROW),
@@ -144,10 +130,8 @@ _SPECS = (
     axial_positions(f"{_FLUX3}:Flux3PosEmbed"),
     TIMESTEPS,
 )
-_ONCE = (
-    *("timestep_embedder", "target_timestep_embedder", "x_embedders", "context_embedder"),
-    "proj_out",
-)
+_EMBEDDERS = ("timestep_embedder", "target_timestep_embedder", "x_embedders", "context_embedder")
+_ONCE = (*_EMBEDDERS, "proj_out")
 _LAYERS = Layers(
     ("txt_mode_blocks", "mode_blocks.*", "single_transformer_blocks"),
     (*ATTENTION_LAYERS, "*ff*.linear_*"),
