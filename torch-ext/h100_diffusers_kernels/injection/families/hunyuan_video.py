@@ -41,55 +41,11 @@ from ..quantized.precision import ONE_LIST, TWO_LISTS, Layers
 _MODELS = "diffusers.models.transformers.transformer_"
 
 
-def _run_double_block(
-    block, call: Call, first_norms, x, c, conditions, mask, rope
-) -> tuple[Tensor, Tensor]:
-    """A block of image x and text c. ``conditions``: as in ``streams.start``, first the embeddings."""
-    if not kernels_take(x, c, *conditions[:2]):
-        return call.refuse(x, c, *conditions[:2])
-    if call.state is not None:
-        call.state.block_mask = mask
-    options = {"attention_mask": mask, "image_rotary_emb": rope}
-    return joint_blocks.double_block(
-        call, block, first_norms, (x, c), conditions, clips=False, **options
-    )
-
-
-def _run_single_block(
-    block, call: Call, first_norms, x, c, conditions, mask, rope
-) -> tuple[Tensor, Tensor]:
-    """A block of the concat of both. Query, key, value and feed-forward take the same norm."""
-    if not kernels_take(x, c, *conditions[:2]):
-        return call.refuse(x, c, *conditions[:2])
-    length = x.shape[1]
-
-    def attend(n: Any) -> Tensor:
-        if call.state is not None:
-            call.state.block_mask = mask
-        both = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
-        options = {"attention_mask": mask, "image_rotary_emb": rope}
-        return streams.concat_streams(call, *block._modules["attn"](**both, **options))
-
-    return joint_blocks.single_block(
-        call, block, first_norms, (x, c), conditions, attend, clips=False
-    )
-
-
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    *,
-    is_prefix: bool = True,
-    masks_text: bool = False,
-    **kwargs,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Any:
-    """``is_prefix``: whether the model puts valid keys before the padding. ``masks_text``: whether the mask
-    is (B, T) of the text, not (B, 1, 1, S) of all keys."""
-    x, c, rope, modules = hidden_states, encoder_hidden_states, image_rotary_emb, self._modules
+    x, c, modules = hidden_states, encoder_hidden_states, self._modules
+    rope, spec = kwargs.pop("image_rotary_emb", None), call.stand_in.spec
     if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
         return NotImplemented
     if not inputs_taken(x, c):
@@ -98,26 +54,25 @@ def _attention_forward(
     length, mask = x.shape[1], attention_mask
     options: dict[str, Any] = {}
     if mask is not None:
-        if masks_text:
+        if spec.masks_text:
             if mask.shape[0] != x.shape[0]:
                 return NotImplemented  # the model's own code raises
             mask = call.shared(("mask", length), mask, partial(_mask_of_all, count=length))
         config = attention.context_parallel_of(call, self)
         if config is not None:
             mask = mask_of_rank(config, mask, length, c.shape[1])
-        elif is_prefix:
+        elif spec.is_prefix:
             shape = x.shape[0], length + c.shape[1]
             options = attention.key_lengths_of(call, attention_mask, mask, *shape)
     if modules.get("add_q_proj") is not None:
         both = attention.project(call, self, x, c, rope, None)
         out, c_out = attention.attend_jointly(call, self, both, rotate, mask, **options)
-        if masks_text and mask is not None:
+        if spec.masks_text and mask is not None:
             of_padding = call.shared("padding", mask, lambda m: ~m[:, 0, 0, length:, None])
             c_out = c_out.masked_fill(of_padding, 0)
         return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
     if rope is not None:
-        extend = partial(_extended, count=c.shape[1])
-        rope = call.shared(("tables", c.shape[1]), rope, extend)
+        rope = call.shared(("tables", c.shape[1]), rope, partial(_extended, count=c.shape[1]))
     both = attention.project(call, self, streams.concat_streams(call, x, c), None, rope, None)
     out = attention.attend_to_all(call, self, both, rotate, mask, **options)
     return attention.project_out(self, out[:, :length]), out[:, length:]
@@ -142,50 +97,27 @@ def _mask_of_all(mask: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _JointAttention(attention.AttentionSpec):
-    """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone."""
+    """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone.
+
+    Attributes:
+        is_prefix: whether the model puts valid keys before the padding.
+        masks_text: whether the mask is (B, T) of the text, not (B, 1, 1, S) of all keys.
+    """
+
+    is_prefix: bool = True
+    masks_text: bool = False
+    splits_masks: bool = False
 
     def matches(self, module: Any) -> bool:
         matches = super().matches(module)
         return matches and bool(module.pre_only or module.added_kv_proj_dim is not None)
 
 
-def _joint_attention(processor: str, **how: Any) -> attention.AttentionSpec:
-    """``how``: see ``_attention_forward``."""
-    return _JointAttention(
-        "diffusers.models.attention_processor:Attention",
-        partial(_attention_forward, **how),
-        "qk_norm_rope",
-        processor=processor,
-        splits_masks=False,
-        **attention.ROTATED_ATTENTION,
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # Blocks
 
 
-def _double_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    freqs_cis: Any = None,
-    *args: Any,
-    image_rotary_emb: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    # The first block gets the transposed result of a convolution.
-    x, c = hidden_states.contiguous(), encoder_hidden_states
-    rope = image_rotary_emb if freqs_cis is None else freqs_cis  # HunyuanImage's name
-    return _run_double_block(
-        self, call, joint_blocks.DOUBLE_NORMS, x, c, (temb,), attention_mask, rope
-    )
-
-
-def _single_block_forward(
+def _block_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -193,11 +125,42 @@ def _single_block_forward(
     temb: Tensor,
     attention_mask: Tensor | None = None,
     image_rotary_emb: Any = None,
+    token_replace_emb: Any = None,
+    num_tokens: Any = None,
     *args: Any,
+    is_double: bool = True,
+    replaces: bool = False,
+    freqs_cis: Any = None,  # HunyuanVideo's name in double blocks
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-    return _run_single_block(self, call, joint_blocks.SINGLE_NORMS, x, c, (temb,), mask, rope)
+    """``replaces``: whether the first ``num_tokens`` take the modulation of the second embedding."""
+    x, c, length = hidden_states, encoder_hidden_states, hidden_states.shape[1]
+    conditions: tuple[Any, ...] = (temb,)
+    first_norms = joint_blocks.DOUBLE_NORMS if is_double else joint_blocks.SINGLE_NORMS
+    if replaces:
+        if token_replace_emb is None or num_tokens is None:
+            return NotImplemented
+        conditions = (temb, token_replace_emb, num_tokens)
+        count = length if is_double else length + c.shape[1]
+        first_norm: Any = partial(_replacing_norm, first_norms[0], count)
+        first_norms = (first_norm, _text_norm) if is_double else (first_norm,)
+    if is_double:
+        x = x.contiguous()  # the first block gets the transposed result of a convolution
+    if not kernels_take(x, c, *conditions[:2]):
+        return call.refuse(x, c, *conditions[:2])
+    if call.state is not None:
+        call.state.block_mask = attention_mask
+    rope = image_rotary_emb if freqs_cis is None else freqs_cis
+    options = {"attention_mask": attention_mask, "image_rotary_emb": rope}
+    how = (call, self, first_norms, (x, c), conditions)
+    if is_double:
+        return joint_blocks.double_block(*how, clips=False, **options)
+
+    def attend(n: Any) -> Tensor:
+        both = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
+        return streams.concat_streams(call, *self._modules["attn"](**both, **options))
+
+    return joint_blocks.single_block(*how, attend, clips=False)
 
 
 def _refiner_block_forward(
@@ -207,10 +170,8 @@ def _refiner_block_forward(
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     s = streams.Stream(call, self, x)
-    n = s.norm("norm1")
-    out = modules["attn"](
-        hidden_states=n, encoder_hidden_states=None, attention_mask=attention_mask
-    )
+    options = {"encoder_hidden_states": None, "attention_mask": attention_mask}
+    out = modules["attn"](hidden_states=s.norm("norm1"), **options)
     gate, gate_mlp = modules["norm_out"](temb)
     s.add(out, gate)
     s.add(feed_forward(modules["ff"], s.norm("norm2")), gate_mlp)
@@ -220,8 +181,7 @@ def _refiner_block_forward(
 # --------------------------------------------------------------------------------------------------
 # Blocks that replace the first frame
 
-_VIDEO = "diffusers.models.transformers.transformer_hunyuan_video"
-_REPLACING = f"{_VIDEO}:HunyuanVideoTokenReplace"
+_REPLACING = f"{_MODELS}hunyuan_video:HunyuanVideoTokenReplace"
 ADAPTIVE += [
     (KnownClass(f"{_REPLACING}AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(f"{_REPLACING}AdaLayerNormZeroSingle"), 3, (1, 0)),
@@ -238,10 +198,12 @@ def _modulation(
     return None if rows is None or of_first is None else torch.cat([rows, of_first])
 
 
-def _first_norm(call: Call, block, previous_x, temb, replacing, first, *, length, **how) -> Any:
-    """``adaptive_norm`` for ``length`` tokens; the ``first`` ones take the second embedding's rows."""
-    how.update(takes_emb=False, modulation_of=_modulation)
-    made = streams.adaptive_norm(call, block, previous_x, temb, replacing, first, **how)
+def _replacing_norm(
+    norm: Any, length: int, call: Call, block, previous_x, temb, replacing, first
+) -> Any:
+    """``norm`` of ``length`` tokens; the ``first`` ones take the second embedding's rows."""
+    how: Any = {"takes_emb": False, "modulation_of": _modulation}
+    made = norm(call, block, previous_x, temb, replacing, first, **how)
     if made is None:
         return None
     make = partial(_indices, first=first, length=length)
@@ -275,54 +237,6 @@ def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, 
     return joint_blocks.DOUBLE_NORMS[1](call, block, previous_x, temb)
 
 
-def _replacing_double_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    freqs_cis: Any = None,
-    token_replace_emb: Any = None,
-    num_tokens: Any = None,
-) -> Any:
-    x, c, first = hidden_states.contiguous(), encoder_hidden_states, num_tokens
-    if token_replace_emb is None or first is None:
-        return NotImplemented
-    how: Any = {"name": "norm1", "length": x.shape[1], "readers": joint_blocks.IMAGE_READERS}
-    first_norms = (partial(_first_norm, **how), _text_norm)
-    conditions = (temb, token_replace_emb, first)
-    return _run_double_block(self, call, first_norms, x, c, conditions, attention_mask, freqs_cis)
-
-
-def _replacing_single_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    token_replace_emb: Any = None,
-    num_tokens: Any = None,
-) -> Any:
-    x, c, first = hidden_states, encoder_hidden_states, num_tokens
-    if token_replace_emb is None or first is None:
-        return NotImplemented
-    length = x.shape[1] + c.shape[1]
-    how: Any = {"name": "norm", "length": length, "readers": joint_blocks.SINGLE_READERS}
-    first_norms, conditions = (partial(_first_norm, **how),), (temb, token_replace_emb, first)
-    return _run_single_block(
-        self, call, first_norms, x, c, conditions, attention_mask, image_rotary_emb
-    )
-
-
-_REPLACING_BLOCKS = (
-    BlockSpec(f"{_REPLACING}TransformerBlock", _replacing_double_block_forward),
-    BlockSpec(f"{_REPLACING}SingleTransformerBlock", _replacing_single_block_forward),
-)
-
-
 # --------------------------------------------------------------------------------------------------
 # Families
 
@@ -338,7 +252,6 @@ def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
     return {"rope": tables, **two_streams(model, split, gather)}
 
 
-_BLOCK = "self hidden_states encoder_hidden_states temb attention_mask"
 _ONCE = (
     *("x_embedder", "clean_x_embedder", "image_embedder", "image_projection", "context_embedder"),
     *("context_embedder_2", "time_text_embed", "time_embed", "time_guidance_embed"),
@@ -346,55 +259,55 @@ _ONCE = (
 )
 
 
-def _family(
-    name: str, library: str, prefix: str, processor: str, *specs, layers: Layers = TWO_LISTS, **how
-) -> Family:
-    """``prefix``: of the names of the blocks' classes. ``how``: see ``_attention_forward``."""
-    path = f"{_MODELS}{library}:{prefix}"
-    rope = "image_rotary_emb" if prefix == "HunyuanImage" else "freqs_cis"
-    return Family(
-        name,
-        (
-            *specs,
-            BlockSpec(
-                f"{path}TransformerBlock",
-                _double_block_forward,
-                parameters=f"{_BLOCK} {rope} args kwargs",
-            ),
-            BlockSpec(f"{path}SingleTransformerBlock", _single_block_forward),
-            streams.BlockSpec(
-                f"{path}IndividualTokenRefinerBlock",
-                _refiner_block_forward,
-            ),
-            _joint_attention(f"{_MODELS}{library}:{processor}", **how),
-            TIMESTEPS,
-            LINEAR_GELU,
-        ),
-        _ONCE,
-        layers,
-        OUTPUT_NORM,
+def _blocks(path: str, rope: str, others: str = "args kwargs", **how: Any) -> tuple[BlockSpec, ...]:
+    """The double and the single block. ``rope``: its argument's name in the double block. ``others``: names
+    of arguments after it. ``how``: see ``_block_forward``."""
+    names = "self hidden_states encoder_hidden_states temb attention_mask"
+    double, single = partial(_block_forward, **how), partial(_block_forward, is_double=False, **how)
+    of_double, of_single = f"{names} {rope} {others}", f"{names} image_rotary_emb {others}"
+    return (
+        BlockSpec(f"{path}TransformerBlock", double, parameters=of_double),
+        BlockSpec(f"{path}SingleTransformerBlock", single, parameters=of_single),
     )
 
 
+def _family(
+    name: str, library: str, prefix: str, processor: str, *specs, layers: Layers = TWO_LISTS, **how
+) -> Family:
+    """``prefix``: of the names of the blocks' classes. ``how``: see ``_JointAttention``."""
+    path = f"{_MODELS}{library}:{prefix}"
+    joint_attention = _JointAttention(
+        "diffusers.models.attention_processor:Attention",
+        _attention_forward,
+        "qk_norm_rope",
+        processor=f"{path}{processor}",
+        **attention.ROTATED_ATTENTION,
+        **how,
+    )
+    refiner = BlockSpec(f"{path}IndividualTokenRefinerBlock", _refiner_block_forward)
+    blocks = _blocks(path, "image_rotary_emb" if prefix == "HunyuanImage" else "freqs_cis")
+    specs = (*specs, *blocks, refiner, joint_attention, TIMESTEPS, LINEAR_GELU)
+    return Family(name, specs, _ONCE, layers, OUTPUT_NORM)
+
+
 _LISTS = ("transformer_blocks", "single_transformer_blocks")
+_FRAMEPACK = f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel"
 _V15, _IMAGE = "hunyuan_video15", "hunyuanimage"
 FAMILIES = (
     _family(
         "HunyuanVideo",
         "hunyuan_video",
         "HunyuanVideo",
-        "HunyuanVideoAttnProcessor2_0",
+        "AttnProcessor2_0",
         model_spec(f"{_MODELS}hunyuan_video:HunyuanVideoTransformer3DModel", *_LISTS, plan=_plan),
-        model_spec(
-            f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel", *_LISTS
-        ),
-        *_REPLACING_BLOCKS,
+        model_spec(_FRAMEPACK, *_LISTS),
+        *_blocks(_REPLACING, "freqs_cis", "token_replace_emb num_tokens", replaces=True),
     ),
     _family(
         "HunyuanVideo 1.5",
         _V15,
         "HunyuanVideo15",
-        "HunyuanVideo15AttnProcessor2_0",
+        "AttnProcessor2_0",
         model_spec(f"{_MODELS}{_V15}:HunyuanVideo15Transformer3DModel", _LISTS[0]),
         layers=ONE_LIST,
         masks_text=True,
@@ -403,7 +316,7 @@ FAMILIES = (
         "HunyuanImage",
         _IMAGE,
         "HunyuanImage",
-        "HunyuanImageAttnProcessor",
+        "AttnProcessor",
         model_spec(f"{_MODELS}{_IMAGE}:HunyuanImageTransformer2DModel", *_LISTS),
         is_prefix=False,
     ),
