@@ -78,16 +78,13 @@ def _first_norm(
         return None
     rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
     readers = partial(_query_readers, f"{stream}attn1", others=("to_k", "to_v"))
-    return plain_norm(
-        call, block, previous_x, name=f"{stream}norm1", rows_of=rows_of, readers=readers
-    )
+    how: Any = {"name": f"{stream}norm1", "rows_of": rows_of, "readers": readers}
+    return plain_norm(call, block, previous_x, **how)
 
 
+# How the names of a stream's parts begin.
 _VIDEO, _AUDIO = "", "audio_"
-_FIRST_NORMS = (
-    partial(_first_norm, stream=_VIDEO, i=0),
-    partial(_first_norm, stream=_AUDIO, i=1),
-)
+_FIRST_NORMS = (partial(_first_norm, stream=_VIDEO, i=0), partial(_first_norm, stream=_AUDIO, i=1))
 
 
 def _block_forward(
@@ -148,29 +145,17 @@ def _block_forward(
         table = self.audio_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)
         *audio_modulation, audio_gate = _rows(call, "audio cross", table, *tembs)
-        names = ("audio_to_video_attn", "video_to_audio_attn")
-        readers = partial(_cross_readers, *names)
-        query, key = video.norm("audio_to_video_norm", *modulation, readers=readers)
-        readers = partial(_cross_readers, *names[::-1])
-        audio_key, audio_query = sound.norm(
-            "video_to_audio_norm", *audio_modulation, readers=readers
-        )
-        out = modules["audio_to_video_attn"](
-            query,
-            encoder_hidden_states=audio_key,
-            query_rotary_emb=ca_video_rotary_emb,
-            key_rotary_emb=ca_audio_rotary_emb,
-            attention_mask=a2v_cross_attention_mask,
-        )
-        video.add(out, gate)
-        out = modules["video_to_audio_attn"](
-            audio_query,
-            encoder_hidden_states=key,
-            query_rotary_emb=ca_audio_rotary_emb,
-            key_rotary_emb=ca_video_rotary_emb,
-            attention_mask=v2a_cross_attention_mask,
-        )
-        sound.add(out, audio_gate)
+        a2v, v2a = "audio_to_video_attn", "video_to_audio_attn"
+        how: Any = {"readers": partial(_cross_readers, a2v, v2a)}
+        query, key = video.norm("audio_to_video_norm", *modulation, **how)
+        how = {"readers": partial(_cross_readers, v2a, a2v)}
+        audio_key, audio_query = sound.norm("video_to_audio_norm", *audio_modulation, **how)
+        ropes = {"query_rotary_emb": ca_video_rotary_emb, "key_rotary_emb": ca_audio_rotary_emb}
+        how = {"encoder_hidden_states": audio_key, "attention_mask": a2v_cross_attention_mask}
+        video.add(modules[a2v](query, **how, **ropes), gate)
+        ropes = {"query_rotary_emb": ca_audio_rotary_emb, "key_rotary_emb": ca_video_rotary_emb}
+        how = {"encoder_hidden_states": key, "attention_mask": v2a_cross_attention_mask}
+        sound.add(modules[v2a](audio_query, **how, **ropes), audio_gate)
 
     for stream, name in ((video, _VIDEO), (sound, _AUDIO)):
         _, _, _, shift, scale, gate = stream.rows[:6]
@@ -181,11 +166,10 @@ def _block_forward(
 
 
 def _attend_to_text(block, name, is_modulated, stream, c, temb_prompt, mask) -> None:
-    """Adds attention to the text; ``name``: how the names of the stream's parts begin."""
+    """Adds attention to the text."""
     shift, scale, gate = stream.rows[6:9] if is_modulated else (None, None, None)
     modulation = (scale, shift) if is_modulated else ()
-    readers = partial(_query_readers, f"{name}attn2")
-    n = stream.norm(f"{name}norm2", *modulation, readers=readers)
+    n = stream.norm(f"{name}norm2", *modulation, readers=partial(_query_readers, f"{name}attn2"))
     if block.cross_attn_adaln:
         table = getattr(block, f"{name}prompt_scale_shift_table").to(c.device)
         if temb_prompt is None:
@@ -213,8 +197,8 @@ def _attention_forward(
 ) -> Tensor:
     x, c, modules = hidden_states, encoder_hidden_states, self._modules
     spec: Any = call.stand_in.spec
-    is_plain = perturbation_mask is all_perturbed is None
-    if kwargs or not (is_plain or spec.is_other(self)):
+    is_perturbed = perturbation_mask is not None or all_perturbed is not None
+    if kwargs or (is_perturbed and not spec.is_other(self)):
         return NotImplemented
     if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
@@ -235,24 +219,20 @@ def _attention_forward(
         if config is not None:
             of_key = x if c is None else c
             ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
-        query, key = attention.norm_and_rotate(
-            *(call, self, query, key, ropes[0]),
-            *(rotate, "across_heads", self.heads),
-            layout="half" if is_split else "interleaved",
-            key_rope=ropes[1],
-            config=config,
-        )
+        how = (call, self, query, key, ropes[0], rotate, "across_heads", self.heads)
+        layout = "half" if is_split else "interleaved"
+        options: dict[str, Any] = {"layout": layout, "key_rope": ropes[1], "config": config}
+        query, key = attention.norm_and_rotate(*how, **options)
 
         def expand_mask(mask: Tensor) -> Tensor:
             mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
             return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
 
-        options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+        options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
         if perturbation_mask is None:
             options["gate"], gate = gate, None
-        out = attention.attend(
-            call, self, query, key, value, attention_mask, expand_mask, **options
-        )
+        operands = (query, key, value, attention_mask, expand_mask)
+        out = attention.attend(call, self, *operands, **options)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
     if gate is not None:
@@ -297,9 +277,7 @@ def _frequencies(theta: float, count: int, is_double: bool, device: torch.device
     return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
 
 
-_ROPE = PatchSpec(
-    f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed", _rope_forward, "coordinates in place of tables"
-)
+_ROPE = f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed"
 _ATTENTION = attention.AttentionSpec(
     f"{_LTX2}:LTX2Attention",
     _attention_forward,
@@ -309,15 +287,10 @@ _ATTENTION = attention.AttentionSpec(
     other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
     other_parameters="perturbation_mask all_perturbed",
 )
-
-
 _SPECS = (
     model_spec(f"{_LTX2}:LTX2VideoTransformer3DModel", "transformer_blocks"),
-    _ROPE,
-    BlockSpec(
-        f"{_LTX2}:LTX2VideoTransformerBlock",
-        _block_forward,
-    ),
+    PatchSpec(_ROPE, _rope_forward, "coordinates in place of tables"),
+    BlockSpec(f"{_LTX2}:LTX2VideoTransformerBlock", _block_forward),
     _ATTENTION,
     TIMESTEPS,
     linears.LINEAR_GELU,
@@ -328,6 +301,5 @@ _ONCE = (
     *("av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift"),
     *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate", "proj_out", "audio_proj_out"),
 )
-# As in Lightricks' FP8 checkpoint.
-_LAYERS = ONE_LIST._replace(ends=2)
-FAMILIES = (Family("LTX-2", _SPECS, _ONCE, _LAYERS),)
+# FP8 layers as in Lightricks' checkpoint.
+FAMILIES = (Family("LTX-2", _SPECS, _ONCE, ONE_LIST._replace(ends=2)),)

@@ -13,7 +13,6 @@ blocks of VACE's control branch begin and end with a linear layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,11 +46,9 @@ def _by_token_last(temb: Tensor) -> Tensor:
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
-_first_norm = partial(
-    table_norm, readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
-)
-_BY_TOKEN = (partial(_first_norm, by_row=_by_token),)
-_BY_TOKEN_LAST = (partial(_first_norm, by_row=_by_token_last),)
+_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
+_BY_TOKEN = (partial(table_norm, by_row=_by_token, readers=_READERS),)
+_BY_TOKEN_LAST = (partial(table_norm, by_row=_by_token_last, readers=_READERS),)
 _QUERY_READER = partial(linears.fp8_readers, "attn2", linears.QUERY_KEY_VALUE[:1])
 _FFN_READER = partial(linears.feed_forward_reader, "ffn")
 
@@ -114,11 +111,10 @@ def _attention_forward(
         return NotImplemented
     if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
-    image_tokens = None
+    image_tokens, is_fused = None, self.fused_projections
     if self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
-    is_fused, modules = self.fused_projections, self._modules
     config = attention.context_parallel_of(call, self)
     if is_fused:
         query, key, value = call.stand_in.functions[-1].function(self, as_tensor(x), c)
@@ -135,8 +131,8 @@ def _attention_forward(
         if is_fused:
             key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
         else:
-            key = linears.linear(modules["add_k_proj"], image_tokens)
-            value = linears.linear(modules["add_v_proj"], image_tokens)
+            layers = self._modules["add_k_proj"], self._modules["add_v_proj"]
+            key, value = (linears.linear(layer, image_tokens) for layer in layers)
         key = apply_norm(call, self, "norm_added_k", key)
         out = attention.attend(call, self, query, key, value, None, addend=out, **options)
     return attention.project_out(self, out, x)
@@ -164,42 +160,18 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 _PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"
-
-
-def _block(
-    path: str, forward: Callable, parameters: str | None = _PARAMETERS, *functions: str
-) -> BlockSpec:
-    return BlockSpec(
-        path,
-        forward,
-        functions=functions,
-        parameters=parameters,
-        upcasts=Upcasts.TO_NEXT_LINEAR,
-    )
-
-
-def _attention(
-    module: str, prefix: str = "Wan", forward: Callable = _attention_forward
-) -> attention.AttentionSpec:
-    return attention.AttentionSpec(
-        f"{module}:{prefix}Attention",
-        forward,
-        "qk_norm_rope",
-        rotate="",
-        project="_get_qkv_projections",
-    )
-
-
+_block = partial(BlockSpec, parameters=_PARAMETERS, upcasts=Upcasts.TO_NEXT_LINEAR)
+_attention = partial(
+    attention.AttentionSpec,
+    forward=_attention_forward,
+    operations="qk_norm_rope",
+    rotate="",
+    project="_get_qkv_projections",
+)
 _ONCE = ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out")
-
-
 # With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
 _LAYERS = Layers(
-    ("blocks", "vace_blocks"),
-    FEED_FORWARD_LAYERS,
-    fast_only=ATTENTION_LAYERS,
-    ends=3,
-    fast_ends=3,
+    ("blocks", "vace_blocks"), FEED_FORWARD_LAYERS, fast_only=ATTENTION_LAYERS, ends=3, fast_ends=3
 )
 
 
@@ -210,31 +182,35 @@ def _family(name: str, *specs: PatchSpec) -> Family:
 def _copy(name: str, module: str, model: str) -> Family:
     """A model whose file has copies of Wan's block and attention."""
     block = _block(f"{module}:WanTransformerBlock", _block_forward)
-    return _family(name, model_spec(f"{module}:{model}", "blocks"), block, _attention(module))
+    specs = model_spec(f"{module}:{model}", "blocks"), block, _attention(f"{module}:WanAttention")
+    return _family(name, *specs)
 
 
 _WAN, _VACE = f"{_MODELS}transformer_wan", f"{_MODELS}transformer_wan_vace"
-_SKYREELS = f"{_MODELS}transformer_skyreels_v2"
+_SKYREELS = f"{_MODELS}transformer_skyreels_v2:SkyReelsV2"
 FAMILIES = (
     _family(
         "Wan",
         model_spec(f"{_WAN}:WanTransformer3DModel", "blocks"),
         model_spec(f"{_VACE}:WanVACETransformer3DModel", "vace_blocks", "blocks"),
         _block(f"{_WAN}:WanTransformerBlock", _block_forward),
-        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward, None),
-        _attention(_WAN),
+        _block(f"{_VACE}:WanVACETransformerBlock", _vace_block_forward, parameters=None),
+        _attention(f"{_WAN}:WanAttention"),
     ),
     _copy("Wan-Animate", f"{_MODELS}transformer_wan_animate", "WanAnimateTransformer3DModel"),
     _copy("ChronoEdit", f"{_MODELS}transformer_chronoedit", "ChronoEditTransformer3DModel"),
     _family(
         "SkyReels-V2",
-        model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
+        model_spec(f"{_SKYREELS}Transformer3DModel", "blocks"),
         _block(
-            f"{_SKYREELS}:SkyReelsV2TransformerBlock",
+            f"{_SKYREELS}TransformerBlock",
             partial(_block_forward, first_norms=_BY_TOKEN_LAST),
-            f"{_PARAMETERS} attention_mask",
-            f"{_SKYREELS}:SkyReelsV2Attention.forward",  # since diffusers 0.36
+            parameters=f"{_PARAMETERS} attention_mask",
+            functions=(f"{_SKYREELS}Attention.forward",),  # since diffusers 0.36
         ),
-        _attention(_SKYREELS, "SkyReelsV2", partial(_attention_forward, context_is_parallel=True)),
+        _attention(
+            f"{_SKYREELS}Attention",
+            forward=partial(_attention_forward, context_is_parallel=True),
+        ),
     ),
 )
