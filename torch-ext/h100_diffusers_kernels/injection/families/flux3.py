@@ -33,7 +33,7 @@ _FLUX3 = "diffusers.models.transformers.transformer_flux3"
 
 def _readers(block: Any, x: Tensor) -> Any:
     """Attention and feed-forward."""
-    weights = IMAGE_READERS(block, x)
+    weights: Any = IMAGE_READERS(block, x)
     others = weights and linears.feed_forward_reader("ff", block, x)
     return others and {**weights, **others}
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
-from ..core.checks import why_replaced
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts.embeddings import TIMESTEPS
@@ -32,48 +31,36 @@ _CONTROLNET = "diffusers.models.controlnets.controlnet_qwenimage"
 _BLOCK_CLASS = f"{_QWEN}:QwenImageTransformerBlock"
 
 
-def _image_norm(
-    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, index: Tensor | None
-) -> Any:
+def _first_norm(call: Call, block, previous_x, temb, index, *, stream: str, readers: Any) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
-    modulation = linear_modulation(call, block._modules["img_mod"], temb, previous_x)
+    silu = "silu"
+    if stream == "txt" and block.zero_cond_t:  # the second half is only for image tokens
+        silu, temb = "text silu", call.shared("first half", temb, lambda temb: temb.chunk(2)[0])
+    modulation = linear_modulation(call, block._modules[f"{stream}_mod"], temb, previous_x, silu)
     if modulation is None:
         return None
+
+    def row_of_each(index: Tensor) -> Tensor:
+        """The row of each token (B, S), int32."""
+        batch = len(modulation) // 2
+        samples = torch.arange(batch, dtype=torch.int32, device=index.device)[:, None]
+        return torch.where(index == 0, samples, samples + batch)
 
     def rows_of() -> tuple:
-        if index is None:
+        if stream == "txt" or index is None:
             return modulation.unsqueeze(1).chunk(6, dim=-1)
         # Tables (2 * B, D): of samples for index 0, then for others.
-        chosen = call.shared(f"rows of {len(modulation)}", index, partial(_rows, modulation))
+        chosen = call.shared(f"rows of {len(modulation)}", index, row_of_each)
         return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
-    how: Any = {"name": "img_norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
-    return plain_norm(call, block, previous_x, **how)
+    options: Any = {"name": f"{stream}_norm1", "rows_of": rows_of, "readers": readers}
+    return plain_norm(call, block, previous_x, **options)
 
 
-def _rows(modulation: Tensor, index: Tensor) -> Tensor:
-    """The row of each token (B, S), int32."""
-    batch = len(modulation) // 2
-    samples = torch.arange(batch, dtype=torch.int32, device=index.device)[:, None]
-    return torch.where(index == 0, samples, samples + batch)
-
-
-def _text_norm(
-    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, index: Tensor | None
-) -> Any:
-    """The same rows. The embedding's second half is only for image tokens."""
-    silu = "silu"
-    if block.zero_cond_t:
-        silu, temb = "text silu", call.shared("first half", temb, lambda temb: temb.chunk(2)[0])
-    modulation = linear_modulation(call, block._modules["txt_mod"], temb, previous_x, silu)
-    if modulation is None:
-        return None
-    rows = modulation.unsqueeze(1).chunk(6, dim=-1)
-    how: Any = {"name": "txt_norm1", "rows_of": lambda: rows, "readers": TEXT_READERS}
-    return plain_norm(call, block, previous_x, **how)
-
-
-_FIRST_NORMS = (_image_norm, _text_norm)
+_FIRST_NORMS = (
+    partial(_first_norm, stream="img", readers=IMAGE_READERS),
+    partial(_first_norm, stream="txt", readers=TEXT_READERS),
+)
 _FEED_FORWARDS = (("img_norm2", "img_mlp"), ("txt_norm2", "txt_mlp"))
 
 
@@ -114,32 +101,27 @@ def _attention_forward(
         return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     streams = attention.project(call, self, x, c, *ropes)
+    image_length = x.shape[1]
+
+    def mask_of_all(mask: Tensor) -> Tensor:
+        """The mask of all keys (B, 1, 1, T + S) from the text's (B, T), which is False at padding."""
+        return torch.nn.functional.pad(mask, (0, image_length), value=True)[:, None, None]
+
     joint_mask = None
     # Before diffusers 0.37 the mask had no effect.
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
-        make = partial(_joint_mask, image_length=x.shape[1])
-        joint_mask = call.shared(("mask", x.shape[1]), mask, make)
+        joint_mask = call.shared(("mask", image_length), mask, mask_of_all)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     c_out, out = attention.attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
     return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
 
 
-def _joint_mask(mask: Tensor, image_length: int) -> Tensor:
-    """The mask of all keys (B, 1, 1, T + S) from the text's (B, T), which is False at padding."""
-    return torch.nn.functional.pad(mask, (0, image_length), value=True)[:, None, None]
-
-
 _PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"
 _SPECS = (
     model_spec(f"{_QWEN}:QwenImageTransformer2DModel", "transformer_blocks"),
     model_spec(f"{_CONTROLNET}:QwenImageControlNetModel", "transformer_blocks"),
-    BlockSpec(
-        _BLOCK_CLASS,
-        _block_forward,
-        functions=(f"{_BLOCK_CLASS}._modulate",),
-        condition=partial(why_replaced, name="_modulate"),
-    ),
+    BlockSpec(_BLOCK_CLASS, _block_forward, functions=(f"{_BLOCK_CLASS}._modulate",)),
     attention.AttentionSpec(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,

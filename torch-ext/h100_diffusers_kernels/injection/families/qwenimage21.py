@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
-from ..core.checks import why_replaced
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import norms
@@ -33,6 +32,7 @@ from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
 _QWEN = "diffusers.models.transformers.transformer_qwenimage21"
 _BLOCK_CLASS = f"{_QWEN}:QwenImage21TransformerBlock"
+_MODULATE = f"{_BLOCK_CLASS}._modulate"
 _SELECT_ROWS = f"{_QWEN}:_select_modulation_rows"
 
 
@@ -50,20 +50,19 @@ def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> norms.Modulator
 
 
 def _modulator_tables(modulation: Tensor) -> tuple[Tensor, ...]:
-    """Scale and gate of attention, then of the feed-forward."""
     scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
     return scale, gate.tanh(), scale_mlp, gate_mlp.tanh()
 
 
-def _first_norm(
-    call: Call, block: Any, previous_x: Tensor | None, modulation: Tensor, mask: Tensor | None
-) -> Any:
-    def rows_of(modulation: Tensor, mask: Tensor | None) -> tuple:
+def _first_norm(call: Call, block, previous_x, modulation, mask) -> Any:
+    """Rows are None, scale and gate of attention, then of the feed-forward."""
+
+    def rows_of() -> tuple:
         tables = call.shared("tables", modulation, _modulator_tables)
         return (None, *[_by_token(call, table, mask) for table in tables])
 
-    how: Any = {"name": "img_norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
-    return plain_norm(call, block, previous_x, modulation, mask, **how)
+    options: Any = {"name": "img_norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
+    return plain_norm(call, block, previous_x, **options)
 
 
 _FF_READERS = partial(fp8_readers, "img_mlp", ("gate_layer", "proj"))
@@ -83,22 +82,15 @@ def _block_forward(
     segments: Any = None,
     key_valid: Tensor | None = None,
 ) -> Tensor:
-    x, modules, conditions = hidden_states, self._modules, (modulation, target_token_mask)
+    x, modules = hidden_states, self._modules
     if not kernels_take(x, modulation):
         return call.refuse(x, modulation)
-    (s,) = start(call, self, (_first_norm,), (x,), conditions)
+    (s,) = start(call, self, (_first_norm,), (x,), (modulation, target_token_mask))
     _, _, gate, scale_mlp, gate_mlp = s.rows
-    out = modules["attn"](
-        hidden_states=s.n,
-        attention_mask=attention_mask,
-        rotary_emb=rotary_emb,
-        layer_cache=layer_cache,
-        kv_cache_mode=kv_cache_mode,
-        cache_write_slice=cache_write_slice,
-        segments=segments,
-        key_valid=key_valid,
-    )
-    s.add(out, gate)
+    masks = {"attention_mask": attention_mask, "segments": segments, "key_valid": key_valid}
+    cache = {"kv_cache_mode": kv_cache_mode, "cache_write_slice": cache_write_slice}
+    options = {"rotary_emb": rotary_emb, "layer_cache": layer_cache, **masks, **cache}
+    s.add(modules["attn"](hidden_states=s.n, **options), gate)
     s.add(modules["img_mlp"](s.norm("img_norm2", scale_mlp, None, readers=_FF_READERS)), gate_mlp)
     return norms.clip_to_float16(end(s, hands_over=x.dtype != torch.float16))
 
@@ -122,8 +114,7 @@ def _attention_forward(
     head_dim = self.inner_dim // self.heads
     heads = query.shape[2] // head_dim
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
-    how = (rotary_emb, rotate, "per_head", heads)
-    query, key = norm_and_rotate(call, self, query, key, *how)
+    query, key = norm_and_rotate(call, self, query, key, rotary_emb, rotate, "per_head", heads)
     query, key = query.to(value.dtype), key.to(value.dtype)
     if layer_cache is not None and kv_cache_mode == "extract" and cache_write_slice is not None:
         kept = (t.unflatten(2, (heads, head_dim))[:, cache_write_slice] for t in (key, value))
@@ -140,16 +131,12 @@ def _attention_forward(
     for first, last, is_text in (*segments, target):
         operands, mask = (query[:, first:last], key[:, :last], value[:, :last]), None
         if key_valid is not None:
-            mask = call.shared(("valid keys", last), key_valid, partial(_mask_of, end=last))
+            mask = call.shared(("valid", last), key_valid, lambda m, n=last: m[:, None, None, :n])
         if is_text:
             outs.append(_attend_in_text(self, *operands, mask, first, head_dim))
         else:
             outs.append(attend(call, self, *operands, mask, **options))
     return project_out(self, torch.cat(outs, dim=1))
-
-
-def _mask_of(key_valid: Tensor, end: int) -> Tensor:
-    return key_valid[:, None, None, :end]
 
 
 def _attend_in_text(module, query, key, value, mask, start, head_dim) -> Tensor:
@@ -189,12 +176,7 @@ def _why_not(module: Any, name: str) -> str | None:
 
 _SPECS = (
     model_spec(f"{_QWEN}:QwenImage21Transformer2DModel", "transformer_blocks"),
-    BlockSpec(
-        _BLOCK_CLASS,
-        _block_forward,
-        functions=(f"{_BLOCK_CLASS}._modulate", _SELECT_ROWS),
-        condition=partial(why_replaced, name="_modulate"),
-    ),
+    BlockSpec(_BLOCK_CLASS, _block_forward, functions=(_MODULATE, _SELECT_ROWS)),
     AttentionSpec(
         f"{_QWEN}:QwenImage21Attention",
         _attention_forward,
