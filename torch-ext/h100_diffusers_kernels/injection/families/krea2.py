@@ -32,8 +32,6 @@ from ..parts.streams import BlockSpec, end, plain_norm, start, table_norm
 from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
 _KREA2 = "diffusers.models.transformers.transformer_krea2"
-
-
 _READERS = partial(linears.fp8_readers, "attn", (*linears.QUERY_KEY_VALUE, "to_gate"))
 _FF_READERS = partial(linears.fp8_readers, "ff", ("gate", "up"))
 # Rows are shift, scale and gate of attention, then scale, shift and gate of the feed-forward.
@@ -70,37 +68,33 @@ def _text_block_forward(
 def _attention_forward(
     self: Any, call: Call, hidden_states, attention_mask=None, image_rotary_emb=None, **kwargs
 ) -> Tensor:
-    x, mask, modules = hidden_states, attention_mask, self._modules
+    x, to_gate, to_out = hidden_states, self._modules["to_gate"], self._modules["to_out"]
     if kwargs:
         return NotImplemented
     if not linears.inputs_taken(x):
         return call.refuse(x)
     query, key, value = query_key_value(self, x, None)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    how = (image_rotary_emb, rotate, "per_head", self.num_heads)
-    query, key = norm_and_rotate(call, self, query, key, *how, upcasts=Upcasts.IN_NORMS)
-    arguments = (call, self, query, key, value, mask)
-    weights = linears.weights_of_products(call, x, modules["to_gate"])
+    how = (image_rotary_emb, rotate, "per_head", self.num_heads, "interleaved", Upcasts.IN_NORMS)
+    query, key = norm_and_rotate(call, self, query, key, *how)
+    run = partial(attend, call, self, query, key, value, attention_mask, heads=self.num_heads)
+    weights = linears.weights_of_products(call, x, to_gate)
     if weights is None or query.dtype is not x.dtype:
-        out = attend(*arguments, heads=self.num_heads)
-        return linears.linear(
-            modules["to_out"][0], out * torch.sigmoid(linears.linear(modules["to_gate"], x))
-        )
+        return linears.linear(to_out[0], run() * torch.sigmoid(linears.linear(to_gate, x)))
     size = query.shape[2]
     both = x.new_empty(*x.shape[:2], 2 * size)
     place, gate = both[..., :size], both[..., size:]
     torch.mm(x.view(-1, x.shape[2]), weights[0].t(), out=gate.view(-1, size))
-    out = attend(*arguments, heads=self.num_heads, out=place)
+    out = run(out=place)
     if out is not place:
         place.copy_(out)
     # First half * sigmoid(second half), in one pass. The processor leaves the dropout out.
-    return linears.linear(modules["to_out"][0], F.glu(both))
+    return linears.linear(to_out[0], F.glu(both))
 
 
 def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
-    return linears.gated_feed_forward(
-        self, call, hidden_states, gate="gate", value="up", out="down"
-    )
+    names = {"gate": "gate", "value": "up", "out": "down"}
+    return linears.gated_feed_forward(self, call, hidden_states, **names)
 
 
 def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
@@ -108,18 +102,11 @@ def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
     scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
-    return linears.linear(
-        self._modules["linear"],
-        norm_and_modulate(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS),
-    )
+    n = norm_and_modulate(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS)
+    return linears.linear(self._modules["linear"], n)
 
 
-_OPERATIONS = "rms_norm_modulate, gated_residual_rms_norm_modulate, gated_residual"
-_block = partial(
-    BlockSpec,
-    operations=_OPERATIONS,
-    upcasts=Upcasts.IN_NORMS,
-)
+_block = partial(BlockSpec, upcasts=Upcasts.IN_NORMS)
 _SPECS = (
     model_spec(
         f"{_KREA2}:Krea2Transformer2DModel",

@@ -42,15 +42,13 @@ def _chosen(call: Call, tables: streams.Rows, indices: Tensor) -> streams.Rows:
     return tuple([ChosenRows(table, index) for table in tables])
 
 
-def _first_norm(
-    call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, indices: Tensor
-) -> Any:
+def _first_norm(call: Call, block, previous_x, temb: Tensor, indices: Tensor) -> Any:
     """Rows are shift, scale and gate of attention, then of the feed-forward."""
     module = block._modules["adaln_proj"]
     if previous_x is not None and not streams.may_run_ahead(module, previous_x):
         return None
 
-    def rows_of(temb: Tensor, indices: Tensor) -> streams.Rows:
+    def rows_of() -> streams.Rows:
         layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
         if not is_plain(layer, LINEAR) or not (linears.plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
@@ -59,8 +57,8 @@ def _first_norm(
         tables = linears.linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)
 
-    how: Any = {"name": "norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
-    return streams.plain_norm(call, block, previous_x, temb, indices, **how)
+    options: Any = {"name": "norm1", "rows_of": rows_of, "readers": IMAGE_READERS}
+    return streams.plain_norm(call, block, previous_x, **options)
 
 
 _FIRST_NORMS_OF_TEXT = (partial(streams.plain_norm, name="norm1", readers=IMAGE_READERS),)
@@ -69,10 +67,10 @@ _FIRST_NORMS_OF_TEXT = (partial(streams.plain_norm, name="norm1", readers=IMAGE_
 def _block_forward(
     self: Any, call: Call, hidden_states, temb, adaln_indices, rotary_emb, attention_mask=None
 ) -> Tensor:
-    x, conditions = hidden_states, (temb, adaln_indices)
+    x = hidden_states
     if not kernels_take(x):
         return call.refuse(x)
-    (s,) = streams.start(call, self, (_first_norm,), (x,), conditions)
+    (s,) = streams.start(call, self, (_first_norm,), (x,), (temb, adaln_indices))
     s.add(self._modules["attn"](s.n, rotary_emb, attention_mask), s.rows[2])
     add_feed_forwards(self, s)
     return streams.end(s)
@@ -102,15 +100,13 @@ def _attention_forward(
         query, key, value = attention.query_key_value(self, x, None, config=config)
     operands = (call, self, query, key, rotary_emb, _rotated(call))
     if rotary_emb is None:
-        query, key = attention.norm_and_rotate(
-            *operands, "per_head", heads, norms_in_float32=norms_in_float32
-        )
+        options: Any = {"norms_in_float32": norms_in_float32}
+        query, key = attention.norm_and_rotate(*operands, "per_head", heads, **options)
     else:
         query, key = attention.norm_and_rotate_part(*operands, heads, norms_in_float32)
-    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
-    return attention.project_out(
-        self, attention.attend(call, self, query, key, value, attention_mask, **options)
-    )
+    options = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    out = attention.attend(call, self, query, key, value, attention_mask, **options)
+    return attention.project_out(self, out)
 
 
 def _rotated(call: Call) -> Any:
@@ -146,41 +142,25 @@ def _output_norm_forward(
     return chosen_norm_modulate(call, self, "norm", x, scale, shift)
 
 
+_attention_spec = partial(
+    attention.AttentionSpec, operations="qk_norm_rope", rotate=f"{_MINIMAX}:_apply_rotary_emb"
+)
+_SILU = ("torch.nn.functional:silu",)
 _SPECS = (
     model_spec(
         f"{_MINIMAX}:MiniMaxH3Transformer3DModel",
         *("token_refiner.refiner_blocks", "transformer_blocks"),
     ),
-    streams.BlockSpec(
-        f"{_MINIMAX}:MiniMaxH3TransformerBlock",
-        _block_forward,
-        functions=("torch.nn.functional:silu",),
-    ),
-    streams.BlockSpec(
-        f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock",
-        _text_block_forward,
-    ),
-    attention.AttentionSpec(
-        f"{_MINIMAX}:MiniMaxH3Attention",
-        _attention_forward,
-        "qk_norm_rope",
-        rotate="_apply_rotary_emb",
-    ),
+    streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TransformerBlock", _block_forward, functions=_SILU),
+    streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock", _text_block_forward),
+    _attention_spec(f"{_MINIMAX}:MiniMaxH3Attention", _attention_forward),
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
     TIMESTEPS,
     linears.GATED_ACTIVATIONS[1],
 )
-# Of the autoencoder, which has no family.
-_VIDEO_ATTENTION = attention.AttentionSpec(
-    "diffusers.models.autoencoders.autoencoder_kl_minimax_h3:MiniMaxH3VideoAttention",
-    _video_attention_forward,
-    "qk_norm_rope",
-    rotate=f"{_MINIMAX}:_apply_rotary_emb",  # its processor rotates so inline
-)
-_ONCE = (
-    *("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope"),
-    *("proj_out", "audio_proj_out"),
-)
-_LAYERS = ONE_LIST
-IN_PART = (_VIDEO_ATTENTION,)
-FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, _LAYERS),)
+# Of the autoencoder, which has no family. Its processor rotates inline in the same way.
+_AUTOENCODER = "diffusers.models.autoencoders.autoencoder_kl_minimax_h3"
+IN_PART = (_attention_spec(f"{_AUTOENCODER}:MiniMaxH3VideoAttention", _video_attention_forward),)
+_EMBEDDERS = ("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope")
+_ONCE = (*_EMBEDDERS, "proj_out", "audio_proj_out")
+FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, ONE_LIST),)

@@ -30,9 +30,7 @@ from ..quantized.precision import ONE_LIST
 
 _SD3 = "diffusers.models.transformers.transformer_sd3"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
-_BLOCKS = "diffusers.models.attention"
 _ATTENTIONS = "diffusers.models.attention_processor"
-_NO_ROTATION: Any = None
 ADAPTIVE.append(
     (KnownClass("diffusers.models.normalization:SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6))
 )
@@ -40,29 +38,25 @@ ADAPTIVE.append(
 
 def _image_readers(block: Any, x: Tensor) -> Any:
     """Both attentions, if there are two."""
-    weights = IMAGE_READERS(block, x)
-    if weights is None or not block.use_dual_attention:
+    weights: Any = IMAGE_READERS(block, x)
+    if not (weights and block.use_dual_attention):
         return weights
     others = linears.fp8_readers("attn2", linears.QUERY_KEY_VALUE, block, x)
-    return None if others is None else {**weights, **others}
+    return others and {**weights, **others}
 
 
 def _image_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> Any:
     """Rows are shift, scale and gate of attention, of the feed-forward, and of the second attention."""
     if previous_x is not None and block._chunk_size is not None:
         return None
-    return streams.adaptive_norm(
-        call, block, previous_x, temb, name="norm1", readers=_image_readers
-    )
+    options: Any = {"name": "norm1", "readers": _image_readers}
+    return streams.adaptive_norm(call, block, previous_x, temb, **options)
 
 
 def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> Any:
     """The same rows; only scale and shift in the last block."""
-    how: Any = {"takes_emb": not block.context_pre_only, "readers": TEXT_READERS}
-    return streams.adaptive_norm(call, block, previous_x, temb, name="norm1_context", **how)
-
-
-_DOUBLE, _SINGLE = (_image_norm, _text_norm), DOUBLE_NORMS[:1]
+    options: Any = {"takes_emb": not block.context_pre_only, "readers": TEXT_READERS}
+    return streams.adaptive_norm(call, block, previous_x, temb, name="norm1_context", **options)
 
 
 def _block_forward(
@@ -74,7 +68,7 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     modules, more = self._modules, joint_attention_kwargs or {}
-    image, text = streams.start(call, self, _DOUBLE, (x, c), (temb,))
+    image, text = streams.start(call, self, (_image_norm, _text_norm), (x, c), (temb,))
     n, *others = image.n if self.use_dual_attention else (image.n,)
     out, c_out = modules["attn"](hidden_states=n, encoder_hidden_states=text.n, **more)
     image.add(out, image.rows[2])
@@ -92,7 +86,7 @@ def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Te
     x = hidden_states
     if not kernels_take(x, temb):
         return call.refuse(x, temb)
-    (s,) = streams.start(call, self, _SINGLE, (x,), (temb,))
+    (s,) = streams.start(call, self, DOUBLE_NORMS[:1], (x,), (temb,))
     s.add(self._modules["attn"](hidden_states=s.n, encoder_hidden_states=None), s.rows[2])
     add_feed_forwards(self, s)
     return streams.end(s)
@@ -108,10 +102,10 @@ def _attention_forward(
         return call.refuse(x, c)
     # Its processor ignores the mask.
     both = project(call, self, x, c, None, None)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
+    options: dict[str, Any] = {"rotate": None, "dropout_p": 0.0, "is_causal": False}
     if c is None:
-        return project_out(self, attend_to_all(call, self, both, _NO_ROTATION, **options))
-    out, c_out = attend_jointly(call, self, both, _NO_ROTATION, **options)
+        return project_out(self, attend_to_all(call, self, both, **options))
+    out, c_out = attend_jointly(call, self, both, **options)
     if not self.context_pre_only:
         c_out = linears.linear_per_sample(self._modules["to_add_out"], c_out)
     return project_out(self, out), c_out
@@ -120,14 +114,8 @@ def _attention_forward(
 _SPECS = (
     model_spec(f"{_SD3}:SD3Transformer2DModel", "transformer_blocks", plan=two_streams),
     model_spec(f"{_CONTROLNET}:SD3ControlNetModel", "transformer_blocks"),
-    streams.BlockSpec(
-        f"{_BLOCKS}:JointTransformerBlock",
-        _block_forward,
-    ),
-    streams.BlockSpec(
-        f"{_SD3}:SD3SingleTransformerBlock",
-        _single_block_forward,
-    ),
+    streams.BlockSpec("diffusers.models.attention:JointTransformerBlock", _block_forward),
+    streams.BlockSpec(f"{_SD3}:SD3SingleTransformerBlock", _single_block_forward),
     AttentionSpec(
         f"{_ATTENTIONS}:Attention",
         _attention_forward,
