@@ -126,16 +126,20 @@ def _attention_forward(
     if segments is None:
         return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
     options["backend"] = None  # as the processor
+
+    def mask_until(last: int) -> Any:
+        if key_valid is None:
+            return None
+        return call.shared(("valid", last), key_valid, lambda valid: valid[:, None, None, :last])
+
     outs = []
     target = segments[-1][1] if segments else 0, query.shape[1], False
     for first, last, is_text in (*segments, target):
-        operands, mask = (query[:, first:last], key[:, :last], value[:, :last]), None
-        if key_valid is not None:
-            mask = call.shared(("valid", last), key_valid, lambda m, n=last: m[:, None, None, :n])
+        operands = query[:, first:last], key[:, :last], value[:, :last], mask_until(last)
         if is_text:
-            outs.append(_attend_in_text(self, *operands, mask, first, head_dim))
+            outs.append(_attend_in_text(self, *operands, first, head_dim))
         else:
-            outs.append(attend(call, self, *operands, mask, **options))
+            outs.append(attend(call, self, *operands, **options))
     return project_out(self, torch.cat(outs, dim=1))
 
 

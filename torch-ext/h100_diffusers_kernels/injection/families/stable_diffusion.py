@@ -31,17 +31,12 @@ from ...operations.conditions import (
 from ...operations.conditions import is_plain as is_plain_tensor
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
 from ..core.checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
-from ..core.forward_state import (
-    Family,
-    forward_with_state,
-    model_spec,
-    run_with_state,
-)
+from ..core.forward_state import Family, forward_with_state, model_spec, run_with_state
 from ..core.patch import Call, ExactSpec, PatchSpec, bare_stand_in
 from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
-from ..parts.streams import BlockSpec, Stream, end, plain_norm, start
+from ..parts.streams import BlockSpec, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
@@ -84,15 +79,12 @@ def _resnet_forward(
         input_tensor, x = resample(input_tensor), resample(x)
     modules = self._modules
     x, bias = _without_bias(modules["conv1"], x)
-    time, project = None, modules.get("time_emb_proj")
-    if project is not None:
-        time = _project_time(self, call, project, temb)
+    project = modules.get("time_emb_proj")
+    time = None if project is None else _project_time(self, call, project, temb)
     x = _second_norm(self, call, x, bias, time)
     x = modules["conv2"](linears.run_dropout(modules["dropout"], x))
     shortcut = modules.get("conv_shortcut")
-    if shortcut is not None:
-        input_tensor = shortcut(input_tensor)
-    x = input_tensor + x
+    x = (input_tensor if shortcut is None else shortcut(input_tensor)) + x
     factor = self.output_scale_factor
     return x if type(factor) in (float, int) and factor == 1 else x / factor
 
@@ -126,9 +118,7 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return conv(x), None
 
 
-def _second_norm(
-    self: Any, call: Call, x: Tensor, bias: Tensor | None, time: Tensor | None
-) -> Tensor:
+def _second_norm(self: Any, call: Call, x: Tensor, bias: Any, time: Any) -> Tensor:
     """SiLU of the norm of x plus a bias (C,) and a time embedding (B, C)."""
     out: Any = "the kernel does not support its time embedding's form"
     shapes = (1, x.shape[1]), x.shape[:2]
@@ -194,20 +184,14 @@ def _block_forward(
     x = hidden_states.contiguous()  # a convolution's result may have strided channels
     if not kernels_take(x):
         return call.refuse(x)
-    modules, add_positions = self._modules, self.pos_embed
-    if add_positions is None:
-        (s,) = start(call, self, (_first_norm,), (x,), ())
-        n = s.n
-    else:
-        s = Stream(call, self, x, _first_norm)
-        n = add_positions(s.norm("norm1"))
-    c = encoder_hidden_states if self.only_cross_attention else None
-    s.add(_attention(modules["attn1"], n, c, attention_mask, more))
+    modules, add_positions, c = self._modules, self.pos_embed, encoder_hidden_states
+    (s,) = start(call, self, (_first_norm,), (x,), ())
+    n = s.n if add_positions is None else add_positions(s.n)
+    context = c if self.only_cross_attention else None
+    s.add(_attention(modules["attn1"], n, context, attention_mask, more))
     if modules.get("attn2") is not None:
         n = s.norm("norm2")
-        if add_positions is not None:
-            n = add_positions(n)
-        c = encoder_hidden_states
+        n = n if add_positions is None else add_positions(n)
         s.add(_attention(modules["attn2"], n, c, encoder_attention_mask, more))
     s.add(_feed_forward(modules["ff"], s.norm("norm3")))
     return end(s, hands_over=add_positions is None)
@@ -256,7 +240,8 @@ BASIC_BLOCK = _BasicBlockSpec(
 # Transformers
 
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d:Transformer2DModel"
-_INPUT, _OUTPUT = "_operate_on_continuous_inputs", "_get_output_for_continuous_inputs"
+_INPUT = f"{_TRANSFORMER}._operate_on_continuous_inputs"
+_OUTPUT = f"{_TRANSFORMER}._get_output_for_continuous_inputs"
 _OUTPUT_PARAMETERS = "self hidden_states residual batch_size height width inner_dim"
 _BLOCKS = ("transformer_blocks",)
 
@@ -290,27 +275,23 @@ def _transformer_forward(
         "cross_attention_kwargs": cross_attention_kwargs,
         "class_labels": class_labels,
     }
-    replaced = [name for name in (_INPUT, _OUTPUT) if name in self.__dict__]
-    if replaced:
-        call.fall_back(f"{replaced[0]} was replaced")
-    elif (
+    if (
         return_dict  # UNets pass False
         or tracks_derivatives()
         or (cross_attention_kwargs is not None and "scale" in cross_attention_kwargs)
         or any(m is not None and m.dim() == 2 for m in (attention_mask, encoder_attention_mask))
     ):
         call.is_counted = False
-    else:
-        (out,) = run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
-        # The class's result is contiguous, unless a convolution whose weights have channels last made it or
-        # will convert it.
-        conv: Any = self.proj_out
-        if not isinstance(conv, nn.Conv2d):
-            conv = getattr(call.stand_in.injection.model(), "conv_in", None)
-        is_last = isinstance(conv, nn.Conv2d) and conv.weight.stride(-1) != 1
-        return (out if is_last else out.contiguous(),)
-    others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
-    return forward_with_state(self, call, hidden_states, **arguments, **others)
+        others = {"added_cond_kwargs": added_cond_kwargs, "return_dict": return_dict}
+        return forward_with_state(self, call, hidden_states, **arguments, **others)
+    (out,) = run_with_state(_BLOCKS, _run_transformer, self, call, hidden_states, arguments)
+    # The class's result is contiguous, unless a convolution whose weights have channels last made it or will
+    # convert it.
+    conv: Any = self.proj_out
+    if not isinstance(conv, nn.Conv2d):
+        conv = getattr(call.stand_in.injection.model(), "conv_in", None)
+    is_last = isinstance(conv, nn.Conv2d) and conv.weight.stride(-1) != 1
+    return (out if is_last else out.contiguous(),)
 
 
 def _run_transformer(self: Any, x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor]:
@@ -335,10 +316,7 @@ SPATIAL_TRANSFORMER = _SpatialTransformerSpec(
     _TRANSFORMER,
     _transformer_forward,
     "group_norm; its tokens are added to its input without a copy",
-    functions=(
-        (f"{_TRANSFORMER}.{_INPUT}", "self hidden_states"),
-        (f"{_TRANSFORMER}.{_OUTPUT}", _OUTPUT_PARAMETERS),
-    ),
+    functions=((_INPUT, "self hidden_states"), (_OUTPUT, _OUTPUT_PARAMETERS)),
     left_to_compiler=True,
 )
 
@@ -359,17 +337,11 @@ _LAYERS = Layers(
 )
 # Of models without a family, too.
 IN_PART = (RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK)
-FAMILIES = (
-    Family(
-        "Stable Diffusion",
-        (
-            model_spec("diffusers.models.unets.unet_2d_condition:UNet2DConditionModel"),
-            model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
-            model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
-            *(RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK, STANDARD_ATTENTION),
-            *(GROUP_NORM, *linears.GATED_ACTIVATIONS, linears.UNFUSED_GELU, TIMESTEPS),
-        ),
-        _ONCE,
-        _LAYERS,
-    ),
+_SPECS = (
+    model_spec("diffusers.models.unets.unet_2d_condition:UNet2DConditionModel"),
+    model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
+    model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
+    *(*IN_PART, STANDARD_ATTENTION, GROUP_NORM, *linears.GATED_ACTIVATIONS),
+    *(linears.UNFUSED_GELU, TIMESTEPS),
 )
+FAMILIES = (Family("Stable Diffusion", _SPECS, _ONCE, _LAYERS),)
