@@ -37,9 +37,8 @@ _COGVIDEOX = f"{_MODELS}cogvideox_transformer_3d"
 _CONSISID = f"{_MODELS}consisid_transformer_3d"
 _ATTENTIONS = "diffusers.models.attention_processor"
 _QK_NORMS = ("norm_q", "norm_k")
-ADAPTIVE.append(
-    (KnownClass("diffusers.models.normalization:CogVideoXLayerNormZero"), 6, (1, 0, 4, 3))
-)
+_NORM = KnownClass("diffusers.models.normalization:CogVideoXLayerNormZero")
+ADAPTIVE.append((_NORM, 6, (1, 0, 4, 3)))
 
 
 def _norms(
@@ -87,11 +86,8 @@ _FIRST_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
 
 
 def _second_readers(block: Any, x: Tensor) -> Any:
-    return (
-        linears.feed_forward_reader("ff", block, x)
-        if _runs_twice(block._modules["ff"], x)
-        else None
-    )
+    runs_twice = _runs_twice(block._modules["ff"], x)
+    return linears.feed_forward_reader("ff", block, x) if runs_twice else None
 
 
 def _block_forward(
@@ -144,15 +140,9 @@ def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Any:
-    x, c, rope = hidden_states, encoder_hidden_states, image_rotary_emb
+    x, c, rope = hidden_states, encoder_hidden_states, kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
     if not linears.inputs_taken(x, c):
@@ -183,18 +173,12 @@ def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
     return {"": tables, **two_streams(model, split, gather)}
 
 
-_BLOCK = partial(
-    streams.BlockSpec,
-    forward=_block_forward,
-)
+_CONSISID_BLOCK = "self hidden_states encoder_hidden_states temb image_rotary_emb"
 _SPECS = (
     model_spec(f"{_COGVIDEOX}:CogVideoXTransformer3DModel", "transformer_blocks", plan=_plan),
     model_spec(f"{_CONSISID}:ConsisIDTransformer3DModel", "transformer_blocks"),
-    _BLOCK(f"{_COGVIDEOX}:CogVideoXBlock"),
-    _BLOCK(
-        f"{_CONSISID}:ConsisIDBlock",
-        parameters="self hidden_states encoder_hidden_states temb image_rotary_emb",
-    ),
+    streams.BlockSpec(f"{_COGVIDEOX}:CogVideoXBlock", _block_forward),
+    streams.BlockSpec(f"{_CONSISID}:ConsisIDBlock", _block_forward, parameters=_CONSISID_BLOCK),
     attention.AttentionSpec(
         f"{_ATTENTIONS}:Attention",
         _attention_forward,

@@ -65,9 +65,8 @@ def _query_reader(block: Any, x: Tensor) -> Any:
     return linears.fp8_readers("attn2", layers, block, x)
 
 
-_FIRST = partial(
-    _norm, name="norm1", readers=partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
-)
+_READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
+_FIRST = partial(_norm, name="norm1", readers=_READERS)
 _SECOND = partial(_norm, name="norm2", readers=_query_reader)
 _THIRD = partial(_norm, name="norm3", readers=partial(linears.feed_forward_reader, "ff"))
 
@@ -105,15 +104,10 @@ def _block_forward(
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Any = None,
-    attention_mask: Any = None,
-    image_rotary_emb: Any = None,
-    **kwargs: Any,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Tensor:
     x, c, mask, image, image_mask = hidden_states, encoder_hidden_states, attention_mask, None, None
+    rope = kwargs.pop("image_rotary_emb", None)
     if kwargs or isinstance(c, tuple) != ("q_img" in self._modules):
         return NotImplemented
     if isinstance(c, tuple):
@@ -124,7 +118,7 @@ def _attention_forward(
     how = (rotate, "per_head", self.heads, "half")
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     query, key, value = attention.query_key_value(self, x, c)
-    query, key = attention.norm_and_rotate(call, self, query, key, image_rotary_emb, *how)
+    query, key = attention.norm_and_rotate(call, self, query, key, rope, *how)
     out = attention.attend(call, self, query, key, value, mask, **options)
     if image is not None:
         image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
@@ -135,27 +129,17 @@ def _attention_forward(
     return attention.project_out(self, out)
 
 
-_PROCESSORS = {
-    f"{_COSMOS}:CosmosAttention": f"{_COSMOS}:CosmosAttnProcessor2_5",
-    "diffusers.models.attention_processor:Attention": f"{_COSMOS}:CosmosAttnProcessor2_0",
-}
+def _attention(path: str, processor: str) -> attention.AttentionSpec:
+    how = {"processor": f"{_COSMOS}:{processor}", **attention.ROTATED_ATTENTION}
+    return attention.AttentionSpec(path, _attention_forward, "qk_norm_rope", **how)
+
+
 _SPECS = (
     model_spec(f"{_COSMOS}:CosmosTransformer3DModel", "transformer_blocks"),
     model_spec(f"{_CONTROLNET}:CosmosControlNetModel", "control_blocks"),
-    streams.BlockSpec(
-        f"{_COSMOS}:CosmosTransformerBlock",
-        _block_forward,
-    ),
-    *(
-        attention.AttentionSpec(
-            path,
-            _attention_forward,
-            "qk_norm_rope",
-            processor=processor,
-            **attention.ROTATED_ATTENTION,
-        )
-        for path, processor in _PROCESSORS.items()
-    ),
+    streams.BlockSpec(f"{_COSMOS}:CosmosTransformerBlock", _block_forward),
+    _attention(f"{_COSMOS}:CosmosAttention", "CosmosAttnProcessor2_5"),
+    _attention("diffusers.models.attention_processor:Attention", "CosmosAttnProcessor2_0"),
     COSMOS_POSITIONS,
     TIMESTEPS,
     linears.LINEAR_GELU,

@@ -45,7 +45,8 @@ def _attention_forward(
     self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Any:
     x, c, modules = hidden_states, encoder_hidden_states, self._modules
-    rope, spec = kwargs.pop("image_rotary_emb", None), call.stand_in.spec
+    spec: Any = call.stand_in.spec
+    rope = kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
         return NotImplemented
     if not inputs_taken(x, c):
@@ -136,13 +137,13 @@ def _block_forward(
     """``replaces``: whether the first ``num_tokens`` take the modulation of the second embedding."""
     x, c, length = hidden_states, encoder_hidden_states, hidden_states.shape[1]
     conditions: tuple[Any, ...] = (temb,)
-    first_norms = joint_blocks.DOUBLE_NORMS if is_double else joint_blocks.SINGLE_NORMS
+    first_norms: Any = joint_blocks.DOUBLE_NORMS if is_double else joint_blocks.SINGLE_NORMS
     if replaces:
         if token_replace_emb is None or num_tokens is None:
             return NotImplemented
         conditions = (temb, token_replace_emb, num_tokens)
         count = length if is_double else length + c.shape[1]
-        first_norm: Any = partial(_replacing_norm, first_norms[0], count)
+        first_norm = partial(_replacing_norm, first_norms[0], count)
         first_norms = (first_norm, _text_norm) if is_double else (first_norm,)
     if is_double:
         x = x.contiguous()  # the first block gets the transposed result of a convolution

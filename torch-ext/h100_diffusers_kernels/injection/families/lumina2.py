@@ -34,8 +34,6 @@ from ..quantized.precision import ATTENTION_LAYERS, Layers
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
 ADAPTIVE.append((KnownClass("diffusers.models.normalization:LuminaRMSNormZero"), 4, (0, None)))
-
-
 _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
 
 
@@ -67,15 +65,10 @@ def _block_forward(
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Tensor | None = None,
-    **kwargs: Any,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Tensor:
-    x, context, mask, freqs = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+    x, context, mask = hidden_states, encoder_hidden_states, attention_mask
+    freqs = kwargs.pop("image_rotary_emb", None)
     if kwargs or context is None or self.scale != (self.inner_dim // self.heads) ** -0.5:
         return NotImplemented
     if not inputs_taken(x, context):
@@ -92,9 +85,8 @@ def _attention_forward(
         mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
         options.update(attention.key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
     query, key = query.to(value.dtype), key.to(value.dtype)
-    return attention.project_out(
-        self, attention.attend(call, self, query, key, value, mask, **options)
-    )
+    out = attention.attend(call, self, query, key, value, mask, **options)
+    return attention.project_out(self, out)
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,10 +103,7 @@ def _why_not_feed_forward(module: Any) -> str | None:
 _LISTS = ("context_refiner", "noise_refiner", "layers")
 _SPECS = (
     model_spec(f"{_MODEL}:Lumina2Transformer2DModel", *_LISTS),
-    streams.BlockSpec(
-        f"{_MODEL}:Lumina2TransformerBlock",
-        _block_forward,
-    ),
+    streams.BlockSpec(f"{_MODEL}:Lumina2TransformerBlock", _block_forward),
     attention.AttentionSpec(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,

@@ -45,20 +45,15 @@ _NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_contex
 
 
 def _modulation(call: Call, module: Any, previous_x: Tensor | None, temb: Tensor) -> Tensor | None:
-    layers = module._modules
-    return streams.linear_of_silu(
-        call, layers.get("linear", layers.get("linear_1")), temb, previous_x
-    )
+    layer = module._modules.get("linear", module._modules.get("linear_1"))
+    return streams.linear_of_silu(call, layer, temb, previous_x)
 
 
 # Rows end with the gate of attention, and scale and gate of the feed-forward. The last block has none of the
 # text. Attention puts the valid text first, which is simpler with a tensor.
 _norm = partial(streams.adaptive_norm, takes_emb=False, modulation_of=_modulation)
 _READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
-_FIRST_NORMS = (
-    partial(_norm, name="norm1", readers=_READERS),
-    partial(_norm, name="norm1_context"),
-)
+_FIRST_NORMS = partial(_norm, name="norm1", readers=_READERS), partial(_norm, name="norm1_context")
 
 
 def _block_forward(
@@ -75,12 +70,8 @@ def _block_forward(
     if not kernels_take(x, c, temb):
         return call.refuse(x, c, temb)
     image, text = both = streams.start(call, self, _FIRST_NORMS, (x, c), (temb,))
-    outs = self._modules["attn1"](
-        hidden_states=image.n,
-        encoder_hidden_states=text.n,
-        image_rotary_emb=image_rotary_emb,
-        attention_mask=encoder_attention_mask,
-    )
+    options = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
+    outs = self._modules["attn1"](hidden_states=image.n, encoder_hidden_states=text.n, **options)
     computed = both[:1] if self.context_pre_only else both
     for stream, suffix, out in zip(computed, ("", "_context"), outs):
         gate, scale_mlp, gate_mlp = stream.rows[-3:]
@@ -127,32 +118,24 @@ def _valid_first(mask: Tensor, length: int) -> _Valid:
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    **kwargs: Any,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Any:
-    x, c, mask, rope = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+    x, c, mask = hidden_states, encoder_hidden_states, attention_mask
+    rope = kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
         return NotImplemented
     if not linears.inputs_taken(x, c):
         return call.refuse(x, c)
-    make = partial(_valid_first, length=x.shape[1])
-    valid = call.shared(("valid text", x.shape[1]), mask, make)
+    length = x.shape[1]
+    valid = call.shared(("valid text", length), mask, partial(_valid_first, length=length))
     c = c.gather(1, valid.order.expand_as(c))
     tables = None if rope is None else call.shared("tables", rope, _tables)
     both = project(call, self, x, c, tables, None)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
-    options["key_lengths"] = valid.key_lengths
+    options = {"key_lengths": valid.key_lengths, "dropout_p": 0.0, "is_causal": False}
     out, c_out = attend_jointly(call, self, both, _rotated, valid.mask, **options)
-    c_out = c_out.masked_fill(valid.is_padding, 0)
-    to_add_out = self._modules.get("to_add_out")
-    return project_out(self, out), c_out if to_add_out is None else linears.linear(
-        to_add_out, c_out
-    )
+    c_out, to_add_out = c_out.masked_fill(valid.is_padding, 0), self._modules.get("to_add_out")
+    out = project_out(self, out)
+    return out, c_out if to_add_out is None else linears.linear(to_add_out, c_out)
 
 
 def _tables(rope: Any) -> tuple[Tensor, Tensor]:
@@ -181,7 +164,6 @@ _SPECS = (
         _attention_forward,
         "qk_norm_rope",
         processor="diffusers.models.attention_processor:MochiAttnProcessor2_0",
-        parameters="self hidden_states encoder_hidden_states attention_mask kwargs",
         processor_parameters="hidden_states encoder_hidden_states attention_mask image_rotary_emb",
         rotate="",
         dispatches=False,

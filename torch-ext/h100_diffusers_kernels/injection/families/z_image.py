@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
-from ..core.checks import KnownFunction, why_replaced
+from ..core.checks import KnownFunction
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import streams
@@ -34,8 +34,6 @@ _CLASS = f"{_MODEL}:ZImageTransformer2DModel"
 _MASK_MAKERS = tuple(
     KnownFunction(f"{_CLASS}.{name}") for name in ("_prepare_sequence", "_build_unified_sequence")
 )
-
-
 _READERS = partial(fp8_readers, "attention", QUERY_KEY_VALUE)
 _FF_READERS = partial(fp8_readers, "feed_forward", ("w1", "w3"))
 
@@ -55,10 +53,9 @@ def _first_norm(
         if noise_mask is None:
             rows = streams.linear_alone(layer, embedding).unsqueeze(1)
         else:
-            noise, clean = (
-                streams.linear_alone(layer, x).unsqueeze(1) for x in (of_noise, of_clean)
-            )
-            rows = torch.where((noise_mask == 1).unsqueeze(-1), noise, clean)
+            noise, clean = (streams.linear_alone(layer, x) for x in (of_noise, of_clean))
+            is_noise = (noise_mask == 1).unsqueeze(-1)
+            rows = torch.where(is_noise, noise.unsqueeze(1), clean.unsqueeze(1))
         return (None, *rows.chunk(4, dim=2))
 
     return streams.plain_norm(call, block, previous_x, rows_of=rows_of, **how)
@@ -98,9 +95,8 @@ def _block_forward(
     adaln_noisy: Tensor | None = None,
     adaln_clean: Tensor | None = None,
 ) -> Tensor:
-    embeddings = (adaln_input, adaln_noisy, adaln_clean)
-    if not kernels_take(x, *embeddings):
-        return call.refuse(x, *embeddings)
+    if not kernels_take(x, adaln_input, adaln_noisy, adaln_clean):
+        return call.refuse(x, adaln_input, adaln_noisy, adaln_clean)
     conditions = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
     return _run(self, call, x, attn_mask, freqs_cis, *conditions)
 
@@ -117,15 +113,9 @@ def _control_block_forward(
 
 
 def _attention_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    freqs_cis: Tensor | None = None,
-    **kwargs: Any,
+    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
 ) -> Tensor:
-    x, mask = hidden_states, attention_mask
+    x, mask, freqs_cis = hidden_states, attention_mask, kwargs.pop("freqs_cis", None)
     if kwargs or encoder_hidden_states is not None:
         return NotImplemented
     options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
@@ -150,12 +140,9 @@ def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 def _of(module: str) -> tuple[PatchSpec, ...]:
     """The specs of a file with these classes."""
-    block: Callable[..., streams.BlockSpec] = partial(
-        streams.BlockSpec,
-    )
     return (
-        block(f"{module}:ZImageTransformerBlock", _block_forward),
-        block(f"{module}:ZImageControlTransformerBlock", _control_block_forward),
+        streams.BlockSpec(f"{module}:ZImageTransformerBlock", _block_forward),
+        streams.BlockSpec(f"{module}:ZImageControlTransformerBlock", _control_block_forward),
         attention.AttentionSpec(
             "diffusers.models.attention_processor:Attention",
             _attention_forward,
@@ -171,7 +158,6 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
             partial(gated_feed_forward, gate="w1", value="w3", out="w2"),
             "swiglu",
             functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
-            condition=partial(why_replaced, name="_forward_silu_gating"),
         ),
     )
 
@@ -204,8 +190,9 @@ _SPECS = (
     *_of(_MODEL),
     *_of(_CONTROLNET),
 )
-_EMBEDDERS = ("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder")
-_ONCE = (*_EMBEDDERS, "all_final_layer")
+_ONCE = (
+    *("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder", "all_final_layer"),
+)
 # With modulations and embedders in FP8, too, images were reported to be noise.
 _LAYERS = Layers(
     ("layers", "control_layers"),
