@@ -593,9 +593,9 @@ def norm_and_rotate_part(
     norms_in_float32: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``norm_and_rotate`` per head, by tables (cos, sin), each (S, r), of the first r elements of each head,
-    the two halves of which are pairs."""
-    size, head_dim = rope[0].shape[-1], query.shape[2] // heads
-    if size < head_dim and query.shape == key.shape and may_write():
+    the two halves of which are pairs; ``rope`` may be None."""
+    size, head_dim = 0 if rope is None else rope[0].shape[-1], query.shape[2] // heads
+    if 0 < size < head_dim and query.shape == key.shape and may_write():
         operand = rope_operand(rope, query[..., : heads * size], heads, True)
         options = _norm_options(call, module, _IMAGE[1], query, key, heads, "per_head")
         if (

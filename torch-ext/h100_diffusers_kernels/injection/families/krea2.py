@@ -106,12 +106,10 @@ def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -
     return linears.linear(self._modules["linear"], n)
 
 
+_TEXT_LISTS = ("text_fusion.layerwise_blocks", "text_fusion.refiner_blocks")
 _block = partial(BlockSpec, upcasts=Upcasts.IN_NORMS)
 _SPECS = (
-    model_spec(
-        f"{_KREA2}:Krea2Transformer2DModel",
-        *("text_fusion.layerwise_blocks", "text_fusion.refiner_blocks", "transformer_blocks"),
-    ),
+    model_spec(f"{_KREA2}:Krea2Transformer2DModel", *_TEXT_LISTS, "transformer_blocks"),
     _block(f"{_KREA2}:Krea2TransformerBlock", _block_forward),
     _block(f"{_KREA2}:Krea2TextFusionBlock", _text_block_forward),
     AttentionSpec(f"{_KREA2}:Krea2Attention", _attention_forward, "qk_norm_rope"),

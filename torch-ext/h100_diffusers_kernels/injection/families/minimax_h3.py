@@ -98,13 +98,9 @@ def _attention_forward(
     else:
         config = attention.context_parallel_of(call, self)
         query, key, value = attention.query_key_value(self, x, None, config=config)
-    operands = (call, self, query, key, rotary_emb, _rotated(call))
-    if rotary_emb is None:
-        options: Any = {"norms_in_float32": norms_in_float32}
-        query, key = attention.norm_and_rotate(*operands, "per_head", heads, **options)
-    else:
-        query, key = attention.norm_and_rotate_part(*operands, heads, norms_in_float32)
-    options = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
+    how = (rotary_emb, _rotated(call), heads, norms_in_float32)
+    query, key = attention.norm_and_rotate_part(call, self, query, key, *how)
+    options: Any = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
     out = attention.attend(call, self, query, key, value, attention_mask, **options)
     return attention.project_out(self, out)
 
@@ -145,12 +141,10 @@ def _output_norm_forward(
 _attention_spec = partial(
     attention.AttentionSpec, operations="qk_norm_rope", rotate=f"{_MINIMAX}:_apply_rotary_emb"
 )
+_LISTS = ("token_refiner.refiner_blocks", "transformer_blocks")
 _SILU = ("torch.nn.functional:silu",)
 _SPECS = (
-    model_spec(
-        f"{_MINIMAX}:MiniMaxH3Transformer3DModel",
-        *("token_refiner.refiner_blocks", "transformer_blocks"),
-    ),
+    model_spec(f"{_MINIMAX}:MiniMaxH3Transformer3DModel", *_LISTS),
     streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TransformerBlock", _block_forward, functions=_SILU),
     streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock", _text_block_forward),
     _attention_spec(f"{_MINIMAX}:MiniMaxH3Attention", _attention_forward),

@@ -156,8 +156,7 @@ class _BasicBlockSpec(BlockSpec):
 
 def _first_norm(call: Call, block: Any, previous_x: Tensor | None) -> Any:
     # Adding positions may change the dtype.
-    changes = block.pos_embed is not None or block._chunk_size is not None
-    if previous_x is not None and changes:
+    if previous_x is not None and not (block.pos_embed is block._chunk_size is None):
         return None
     return plain_norm(call, block, previous_x, name="norm1")
 
