@@ -90,11 +90,6 @@ def _is_written_by(library: str, function: Any, name: str) -> bool:
     return module_globals["__name__"].partition(".")[0] == library
 
 
-def why_replaced(module: Any, name: str) -> str | None:
-    """Why a method with this name is not that of the module's class, or None."""
-    return f"{name} was replaced" if name in module.__dict__ else None
-
-
 def replaced_function(functions: tuple[KnownFunction, ...]) -> str | None:
     """Why the kernels cannot replace these functions: one of them is no longer the library's."""
     for known in functions:

@@ -46,27 +46,11 @@ def _norms(
 ) -> tuple[Any, Any]:
     """The adaptive norm ``block.name`` of video and text, each with its gate as its row, as functions of
     ``FirstNorms`` return them. Both are None if the module has to compute them."""
-    module = block._modules[name]
-    found = streams.read_adaptive(module)
-    if isinstance(found, str):
-        if previous_x is None:
-            call.fall_back(f"{name} {found}")
-            if call.state is not None:
-                call.state.shared.clear()  # the module may write to what it was made from
+    both = streams.adaptive_norm(call, block, previous_x, temb, name=name, readers=readers)
+    if type(both) is not streams.FirstNorm:
         return None, None
-    count, (scale, shift, c_scale, c_shift), norm = found
-    weight = norm[1][0]
-    if previous_x is not None and weight is not None and weight.device != previous_x.device:
-        return None, None
-    modulation = streams.linear_of_silu(call, module._modules["linear"], temb, previous_x)
-    if modulation is None:
-        return None, None
-    rows = modulation.unsqueeze(1).chunk(count, 2)
-    of_video, of_text = (rows[scale], rows[shift]), (rows[c_scale], rows[c_shift])
-    return (
-        streams.FirstNorm(norm, module, "norm", of_video, rows[2:3], readers, block),
-        streams.FirstNorm(norm, module, "norm", of_text, rows[5:], readers, block),
-    )
+    video = both._replace(modulation=both.modulation[:2], rows=both.rows[2:3])
+    return video, both._replace(modulation=both.modulation[2:], rows=both.rows[5:])
 
 
 def _apply(

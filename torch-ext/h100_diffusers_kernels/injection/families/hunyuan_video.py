@@ -36,7 +36,7 @@ from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import ChosenRows
 from ..parts.streams import ADAPTIVE, BlockSpec
-from ..quantized.precision import ONE_LIST, TWO_LISTS, Layers
+from ..quantized.precision import ONE_LIST, TWO_LISTS
 
 _MODELS = "diffusers.models.transformers.transformer_"
 
@@ -273,10 +273,9 @@ def _blocks(path: str, rope: str, others: str = "args kwargs", **how: Any) -> tu
 
 
 def _family(
-    name: str, library: str, prefix: str, processor: str, *specs, layers: Layers = TWO_LISTS, **how
+    name: str, path: str, *specs, processor: str = "AttnProcessor2_0", layers=TWO_LISTS, **how
 ) -> Family:
-    """``prefix``: of the names of the blocks' classes. ``how``: see ``_JointAttention``."""
-    path = f"{_MODELS}{library}:{prefix}"
+    """``path``: how those of the classes begin. ``how``: see ``_JointAttention``."""
     joint_attention = _JointAttention(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,
@@ -286,39 +285,34 @@ def _family(
         **how,
     )
     refiner = BlockSpec(f"{path}IndividualTokenRefinerBlock", _refiner_block_forward)
-    blocks = _blocks(path, "image_rotary_emb" if prefix == "HunyuanImage" else "freqs_cis")
+    blocks = _blocks(path, "image_rotary_emb" if path == _IMAGE else "freqs_cis")
     specs = (*specs, *blocks, refiner, joint_attention, TIMESTEPS, LINEAR_GELU)
     return Family(name, specs, _ONCE, layers, OUTPUT_NORM)
 
 
-_LISTS = ("transformer_blocks", "single_transformer_blocks")
-_FRAMEPACK = f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel"
-_V15, _IMAGE = "hunyuan_video15", "hunyuanimage"
+_VIDEO, _V15 = f"{_MODELS}hunyuan_video:HunyuanVideo", f"{_MODELS}hunyuan_video15:HunyuanVideo15"
+_FRAMEPACK = f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepack"
+_IMAGE = f"{_MODELS}hunyuanimage:HunyuanImage"
 FAMILIES = (
     _family(
         "HunyuanVideo",
-        "hunyuan_video",
-        "HunyuanVideo",
-        "AttnProcessor2_0",
-        model_spec(f"{_MODELS}hunyuan_video:HunyuanVideoTransformer3DModel", *_LISTS, plan=_plan),
-        model_spec(_FRAMEPACK, *_LISTS),
+        _VIDEO,
+        model_spec(f"{_VIDEO}Transformer3DModel", *TWO_LISTS.blocks, plan=_plan),
+        model_spec(f"{_FRAMEPACK}Transformer3DModel", *TWO_LISTS.blocks),
         *_blocks(_REPLACING, "freqs_cis", "token_replace_emb num_tokens", replaces=True),
     ),
     _family(
         "HunyuanVideo 1.5",
         _V15,
-        "HunyuanVideo15",
-        "AttnProcessor2_0",
-        model_spec(f"{_MODELS}{_V15}:HunyuanVideo15Transformer3DModel", _LISTS[0]),
+        model_spec(f"{_V15}Transformer3DModel", *ONE_LIST.blocks),
         layers=ONE_LIST,
         masks_text=True,
     ),
     _family(
         "HunyuanImage",
         _IMAGE,
-        "HunyuanImage",
-        "AttnProcessor",
-        model_spec(f"{_MODELS}{_IMAGE}:HunyuanImageTransformer2DModel", *_LISTS),
+        model_spec(f"{_IMAGE}Transformer2DModel", *TWO_LISTS.blocks),
+        processor="AttnProcessor",
         is_prefix=False,
     ),
 )

@@ -170,8 +170,7 @@ def _plan(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
         if count == 0:
             continue
         # Every layer gets the mask and the tables of all tokens.
-        of_each = {"attn_mask": split(1, 2), "freqs_cis": split(1, 3)}
-        first = plan[f"{name}.*"] = of_each
+        first = plan[f"{name}.*"] = {"attn_mask": split(1, 2), "freqs_cis": split(1, 3)}
         if count > 1:
             first = plan[f"{name}.0"] = {}
         first["x"] = split(1, 3)
