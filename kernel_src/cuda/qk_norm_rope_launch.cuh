@@ -4,7 +4,7 @@
 // general kernels, a little slower and with the same results:
 // - Tables of other kinds, and all tables in float16 and float32: AnyTableRope reads the kind at run time. In
 //   bfloat16 it has GeneralOperands for all query and key, with two launches for more than 32 threads.
-// - Coordinates with groups of 4 or 8 threads: groups of 32 threads.
+// - Coordinates with groups of 4 or 8 threads in float16 and float32: groups of 32 threads.
 // - Heads that are not aligned to 16 bytes or not whole units: scalar_qk_norm_rope_kernel.
 #pragma once
 
@@ -19,8 +19,8 @@ namespace h100_diffusers_kernels {
 // A head of 64 or 128 16-bit elements is 4 or 8 units. The others are as in NormRowThreads (row_config.cuh).
 using HeadThreads = GroupThreads<4, 8, 32>;
 using AnyThreads = GroupThreads<4, 8, 32, 64, 96, 128, 192, 256, 320, kMaxGroupThreads>;
-// A model's coordinates differ between heads. Its norm spans them.
-using CoordinateThreads = GroupThreads<32, 64, 96, 128, 192, 256, 320, kMaxGroupThreads>;
+// Of coordinates in float16 and float32. A model's norm spans the heads.
+using WideThreads = GroupThreads<32, 64, 96, 128, 192, 256, 320, kMaxGroupThreads>;
 
 // Groups of more threads process query and key in one launch only if the operands are plain.
 constexpr int kMaxKeyThreads = kWarpThreads;
@@ -118,8 +118,8 @@ bool launch_own_table(PlainOperands, const QkvNormRopeParams& p, Stream stream) 
   if (!p.tables.is_float32) return false;
   // Cosmos, MiniMax-H3
   if (p.layout == kHalf) return launch_groups<T, FloatElements, kHalf, Plain, HeadThreads>(p, stream);
-  // FLUX, HunyuanVideo
-  return launch_groups<T, FloatElements, kInterleaved, Plain, HeadThreads>(p, stream);
+  // FLUX, HunyuanVideo; across heads LTX-Video and LTX-2, if ranks split their tables
+  return launch_groups<T, FloatElements, kInterleaved, Plain, AnyThreads>(p, stream);
 }
 
 template <typename T>
@@ -156,7 +156,8 @@ bool launch_vectors(const QkvNormRopeParams& p, Stream stream) {
   bool is_launched = false;
   dispatch_layout(p.layout, [&](auto layout) {
     if (p.coordinates) {
-      is_launched = launch_groups<T, CoordinateRope, layout, Operands, CoordinateThreads>(p, stream);
+      using Threads = std::conditional_t<kIsBFloat16, AnyThreads, WideThreads>;
+      is_launched = launch_groups<T, CoordinateRope, layout, Operands, Threads>(p, stream);
     } else {
       constexpr bool kUsesGeneral = kIsBFloat16 && !Operands::kIsGeneral;
       using Used = std::conditional_t<kUsesGeneral, GeneralOperands<true>, Operands>;
