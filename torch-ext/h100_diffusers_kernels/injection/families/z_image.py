@@ -189,9 +189,8 @@ _SPECS = (
     *_of(_MODEL),
     *_of(_CONTROLNET),
 )
-_ONCE = (
-    *("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder", "all_final_layer"),
-)
+_EMBEDDERS = ("all_x_embedder", "control_all_x_embedder", "cap_embedder", "t_embedder")
+_ONCE = (*_EMBEDDERS, "all_final_layer")
 # With modulations and embedders in FP8, too, images were reported to be noise.
 _LAYERS = Layers(
     ("layers", "control_layers"),
