@@ -7,7 +7,6 @@ a user asks for them. They stay for the process, because models may have chosen 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,52 +15,13 @@ import torch
 from torch import Tensor
 
 from ... import operations
-from ...operations.conditions import attention_takes, is_differentiated, kernels_run_on
-from ...operations.conditions import is_plain as is_plain_tensor
-from ..core.checks import KnownFunction, class_name
+from ...operations.conditions import attention_takes, kernels_run_on
+from ..core.checks import class_name
 from ..parallel.exchange import attend_in_parallel, config_of
+from .decision import BACKEND_NAME, DISPATCH_MODULE, is_native, key_bias_of, why_not_arguments
 
 logger = logging.getLogger("h100_diffusers_kernels")
-DISPATCH_MODULE = "diffusers.models.attention_dispatch"
-BACKEND_NAME = "h100"
-SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
-DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
-NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
 _logged: set[str] = set()
-
-
-def is_native(processor: Any, dispatches: bool) -> bool:
-    """Whether PyTorch chooses the attention backend, as by default in diffusers, or the user chose this
-    package's, for one module or for all of them."""
-    if not dispatches:
-        return True
-    chosen = getattr(processor, "_attention_backend", None)
-    if chosen is not None:
-        return bool(chosen == BACKEND_NAME)
-    registry = getattr(sys.modules[DISPATCH_MODULE], "_AttentionBackendRegistry", None)
-    if registry is None:
-        return False
-    backend, function = registry.get_active_backend()
-    return backend == BACKEND_NAME or (backend == "native" and function is NATIVE.function)
-
-
-def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
-    """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
-    to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
-    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
-        return None
-    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    batch, keys = key.shape[:2]
-    if mask.shape[0] not in (1, batch) or mask.shape[3] not in (1, keys) or 0 in mask.shape:
-        return None
-    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
-        return None
-    mask = mask[:, 0, 0].expand(batch, keys)
-    if mask.dtype == torch.bool:
-        mask = mask.to(torch.float32).log_()  # 0 for True, -inf for False
-    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
 
 
 def sdpa_of_tokens(
@@ -178,12 +138,9 @@ def dispatched(
     if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
     config = config_of(_parallel_config)
-    reason = bias = None
-    if is_causal or dropout_p != 0.0:
-        reason = "it is causal or has dropout"
-    elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
-        reason = f"its scale is {scale}"
-    elif mask is not None:
+    bias = None
+    reason = why_not_arguments(is_causal, dropout_p, scale)
+    if reason is None and mask is not None:
         bias = key_bias_of(mask, key)
         if bias is None:
             reason = "its mask differs between queries or heads, or has another number of keys"

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from ... import operations
 from ...operations.conditions import (
-    ATTENTION_HEAD_DIMS,
     PLAIN_TYPES,
     an,
     attention_takes,
-    dtype_name,
     is_differentiated,
     may_write,
     modulators_compatible,
@@ -32,7 +30,7 @@ from ..core.checks import KnownFunction, class_name, is_plain
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..core.report import OWN_ATTENTION
-from ..parallel.exchange import attend_in_parallel, config_of, wire_empty
+from ..parallel.exchange import attend_in_parallel, wire_empty
 from ..parts.linears import (
     QUERY_KEY_VALUE,
     TEXT_QUERY_KEY_VALUE,
@@ -47,20 +45,19 @@ from ..parts.linears import (
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
 from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
-from .backend import (
-    DISPATCH,
-    NATIVE,
+from .backend import run_own_in_parallel, sdpa_of_tokens, sdpa_with_bias
+from .decision import (
+    NOT_WANTED,
     SDPA,
+    context_parallel_of,
+    count_own,
+    dispatches,
     is_native,
-    key_bias_of,
-    run_own_in_parallel,
-    sdpa_of_tokens,
-    sdpa_with_bias,
+    may_attend,
+    shared_key_bias,
+    why_own_attention,
 )
 
-CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
-GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
-NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 # Linear layers and norms of an attention over two streams, for the image and for the text.
 _IMAGE = QUERY_KEY_VALUE, ("norm_q", "norm_k")
 _TEXT = TEXT_QUERY_KEY_VALUE, ("norm_added_q", "norm_added_k")
@@ -141,7 +138,7 @@ class AttentionSpec(PatchSpec):
         """Why the module currently runs its own attention."""
         if not injection.options["attention"]:
             return NOT_WANTED
-        return why_own_attention(module, _dispatches(self))
+        return why_own_attention(module, dispatches(self))
 
     def describe(self, module: Any, injection: Injection) -> str:
         is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
@@ -155,83 +152,6 @@ ROTATED_ATTENTION: dict[str, Any] = {
     "processor_parameters": "hidden_states encoder_hidden_states attention_mask image_rotary_emb",
     "rotate": "diffusers.models.embeddings:apply_rotary_emb",
 }
-
-
-def _dispatches(spec: Any) -> bool:
-    """Whether the processor calls the dispatch: in an older diffusers it may not."""
-    return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
-
-
-def why_own_attention(module: Any, dispatches: bool) -> str | None:
-    """Why a module runs its own attention, as far as its attributes, processor and layers tell."""
-    if not is_native(module.processor, dispatches):
-        return CHOSEN
-    attributes = module.__dict__
-    head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
-    if not isinstance(head_dim, int):
-        is_known = isinstance(inner, int) and isinstance(heads, int) and heads > 0
-        head_dim = inner // heads if is_known else None
-    reason = why_not_head_dim(head_dim)
-    weights = (getattr(child, "weight", None) for child in module.children())
-    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
-    if reason is None and dtype in (torch.float32, torch.float64):  # others may be quantized
-        reason = f"no kernel for {dtype_name(dtype)}"
-    return None if reason is None else f"{OWN_ATTENTION}: {reason}"
-
-
-def why_not_head_dim(head_dim: int | None) -> str | None:
-    """Why the kernel does not take heads of this size, as a clause."""
-    if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
-        return None
-    return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
-
-
-def context_parallel_of(call: Call, module: Any) -> Any:
-    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend or
-    replaced diffusers' dispatch.
-
-    diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
-    or a rank would attend to its own tokens only.
-    """
-    found = getattr(module.processor, "_parallel_config", call)
-    if found is call:
-        found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
-    config = None if found is None else config_of(found)
-    if config is None:
-        return None
-    spec: Any = call.stand_in.spec
-    dispatches = _dispatches(spec)
-    is_replaced = (
-        dispatches and sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function
-    )
-    is_ours = is_native(module.processor, dispatches) and not is_replaced
-    return config if is_ours else None
-
-
-def _may_attend(call: Call, module: Any, head_dim: int) -> bool:
-    """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
-    Counts the reason if not."""
-    spec: Any = call.stand_in.spec
-    library: Any = sys.modules[spec.library] if spec.dispatches else None
-    dispatches = hasattr(library, "dispatch_attention_fn")
-    reason = None
-    if not is_native(module.processor, dispatches):
-        call.leave_attention(CHOSEN)
-        return False
-    if not call.stand_in.injection.options["attention"]:
-        return False
-    if head_dim not in ATTENTION_HEAD_DIMS:
-        reason = why_not_head_dim(head_dim)
-    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
-        reason = "scaled_dot_product_attention was replaced"
-    elif dispatches:
-        if NATIVE.function is None:
-            reason = "this diffusers version does not expose its backend"
-        elif library.dispatch_attention_fn is not DISPATCH.function:
-            reason = "dispatch_attention_fn was replaced"
-    if reason is not None:
-        call.fall_back(f"{OWN_ATTENTION}: {reason}")
-    return reason is None
 
 
 def attend(
@@ -279,10 +199,10 @@ def attend(
         key_bias = _bias_of_keys(call, key, mask, expand_mask, key_lengths, key_bias)
         result = _attend_in_parallel(call, module, config, query, key, value, key_bias, heads, out)
         return _gate_and_add(result, gate, addend, heads)
-    if _may_attend(call, module, query.shape[2] // heads):
+    if may_attend(call, module, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
             if mask is not None and key_lengths is None and key_bias is None:
-                key_bias = _key_bias(call, mask, key, expand_mask is not None)
+                key_bias = shared_key_bias(call, mask, key, expand_mask is not None)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
@@ -306,13 +226,13 @@ def attend(
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         else:
-            _count_own(call, query, key, value)
+            count_own(call, query, key, value)
     spec: Any = call.stand_in.spec
     processor = module.processor
     if mask is not None and expand_mask is not None:
         # PyTorch's attention broadcasts over the heads by itself.
         is_broadcast = mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
-        if is_broadcast and is_native(processor, _dispatches(spec)):
+        if is_broadcast and is_native(processor, dispatches(spec)):
             mask = mask.unsqueeze(1)
         else:
             mask = expand_mask(mask)
@@ -322,7 +242,7 @@ def attend(
     if key.shape[2] != heads:
         repeats = heads // int(key.shape[2])  # torch.jit.trace has tensors as sizes
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    if _dispatches(spec):
+    if dispatches(spec):
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
             "parallel_config": getattr(processor, "_parallel_config", None),
@@ -332,16 +252,6 @@ def attend(
     else:
         result = sdpa_of_tokens(query, key, value, mask, **options)
     return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
-
-
-def _count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Counts an attention of tensors that the kernel does not take."""
-    if is_differentiated(query, key, value):
-        call.leave_attention(GRADIENT)
-    elif query.shape[0] != key.shape[0]:
-        call.fall_back(f"{OWN_ATTENTION}: its queries and keys have different batch sizes")
-    else:
-        call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
 
 
 def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:
@@ -368,13 +278,13 @@ def _attend_in_parallel(
         x = x() if callable(x) else x
         return x if x.dim() == 5 else x.unflatten(2, (-1, head_dim))
 
-    may_use_kernel = _may_attend(call, module, head_dim)
+    may_use_kernel = may_attend(call, module, head_dim)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if may_use_kernel and attention_takes(q, k, v):
             return operations.attention(q, k, v, key_bias=bias, out=out)
         if may_use_kernel:
-            _count_own(call, q, k, v)
+            count_own(call, q, k, v)
         return sdpa_with_bias(q, k, v, bias, out)
 
     place = None if out is None else out.unflatten(2, (heads, head_dim))
@@ -394,26 +304,13 @@ def _bias_of_keys(
         return valid.to(torch.float32).log_()
     if expand_mask is not None and mask.dtype == torch.bool:
         mask, expand_mask = expand_mask(mask), None
-    found = _key_bias(call, mask, key, expand_mask is not None)
+    found = shared_key_bias(call, mask, key, expand_mask is not None)
     if found is None:
         raise ValueError(
             "context parallelism: a mask that differs between queries or heads, or is not of this rank's "
             f"keys, cannot be split between ranks, got shape {tuple(mask.shape)}"
         )
     return found
-
-
-def _key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
-    """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
-    (B, 1 or Sq, Sk) for the heads."""
-    is_whole = mask.dim() == 3 and mask.shape[2] == key.shape[1]  # a shorter one would be padded
-    if is_repeated and (not is_whole or mask.dtype == torch.bool):
-        return None
-
-    def make(mask: Tensor) -> Tensor | None:
-        return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
-
-    return call.shared(("key bias", key.shape, key.dtype), mask, make)
 
 
 def key_lengths_of(call: Call, given: Any, mask: Tensor, batch: int, keys: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable
@@ -42,17 +41,20 @@ from ..core.patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
-from .backend import DISPATCH, SDPA, dispatched, is_native, key_bias_of, run_own_in_parallel
-from .modules import (
+from .backend import dispatched, run_own_in_parallel
+from .decision import (
     CHOSEN,
+    DISPATCH,
     GRADIENT,
     NOT_WANTED,
-    attend,
-    project_out,
-    query_key_value,
+    SDPA,
+    is_native,
+    key_bias_of,
+    why_not_arguments,
     why_not_head_dim,
     why_own_attention,
 )
+from .modules import attend, project_out, query_key_value
 
 _DISPATCH_NAME, _SDPA_NAME = "dispatch_attention_fn", "scaled_dot_product_attention"
 _ATTENTION = "diffusers.models.attention_processor:Attention"
@@ -164,13 +166,9 @@ def _attention(
         or not (kv_heads == heads or (enable_gqa and kv_heads > 0 and heads % kv_heads == 0))
     ):
         reason = "the kernel does not support its shapes"
-    elif is_causal:
-        reason = "it is causal"
-    elif dropout_p != 0.0:
-        reason = "it has dropout"
-    elif scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
-        reason = f"its scale is {scale}"
-    elif mask is not None:
+    else:
+        reason = why_not_arguments(is_causal, dropout_p, scale)
+    if reason is None and mask is not None:
         if current is not None and current.has_repeated(mask):
             mask = mask[:, :1]
         key_bias = key_bias_of(mask, key)

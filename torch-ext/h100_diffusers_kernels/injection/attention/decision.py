@@ -1,0 +1,175 @@
+"""The decision on attention itself: this package's kernel, or the model's own code, and why.
+
+It depends on the user's choices (an option, a backend, a replaced function), on the arguments, and on the
+tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...operations.conditions import ATTENTION_HEAD_DIMS, dtype_name, is_differentiated
+from ...operations.conditions import is_plain as is_plain_tensor
+from ..core.checks import KnownFunction
+from ..core.patch import Call
+from ..core.report import OWN_ATTENTION
+from ..parallel.exchange import config_of
+
+DISPATCH_MODULE = "diffusers.models.attention_dispatch"
+BACKEND_NAME = "h100"
+SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
+DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
+NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
+CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
+GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
+NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
+
+
+def is_native(processor: Any, has_dispatch: bool) -> bool:
+    """Whether PyTorch chooses the attention backend, as by default in diffusers, or the user chose this
+    package's, for one module or for all of them."""
+    if not has_dispatch:
+        return True
+    chosen = getattr(processor, "_attention_backend", None)
+    if chosen is not None:
+        return bool(chosen == BACKEND_NAME)
+    registry = getattr(sys.modules[DISPATCH_MODULE], "_AttentionBackendRegistry", None)
+    if registry is None:
+        return False
+    backend, function = registry.get_active_backend()
+    return backend == BACKEND_NAME or (backend == "native" and function is NATIVE.function)
+
+
+def dispatches(spec: Any) -> bool:
+    """Whether the processor calls the dispatch: in an older diffusers it may not."""
+    return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
+
+
+def why_own_attention(module: Any, has_dispatch: bool) -> str | None:
+    """Why a module runs its own attention, as far as its attributes, processor and layers tell."""
+    if not is_native(module.processor, has_dispatch):
+        return CHOSEN
+    attributes = module.__dict__
+    head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
+    if not isinstance(head_dim, int):
+        is_known = isinstance(inner, int) and isinstance(heads, int) and heads > 0
+        head_dim = inner // heads if is_known else None
+    reason = why_not_head_dim(head_dim)
+    weights = (getattr(child, "weight", None) for child in module.children())
+    dtype = next((w.dtype for w in weights if isinstance(w, Tensor) and w.dim() == 2), None)
+    if reason is None and dtype in (torch.float32, torch.float64):  # others may be quantized
+        reason = f"no kernel for {dtype_name(dtype)}"
+    return None if reason is None else f"{OWN_ATTENTION}: {reason}"
+
+
+def why_not_head_dim(head_dim: int | None) -> str | None:
+    """Why the kernel does not take heads of this size, as a clause."""
+    if head_dim is None or head_dim in ATTENTION_HEAD_DIMS:
+        return None
+    return f"its heads have {head_dim} elements; the kernel takes multiples of 8 up to 128"
+
+
+def context_parallel_of(call: Call, module: Any) -> Any:
+    """The ``ContextParallelConfig`` of an attention; None without, and if the user chose another backend or
+    replaced diffusers' dispatch.
+
+    diffusers sets it on processors that have the attribute, and skips the others. These follow the model's,
+    or a rank would attend to its own tokens only.
+    """
+    found = getattr(module.processor, "_parallel_config", call)
+    if found is call:
+        found = getattr(call.stand_in.injection.model(), "_parallel_config", None)
+    config = None if found is None else config_of(found)
+    if config is None:
+        return None
+    spec: Any = call.stand_in.spec
+    has_dispatch = dispatches(spec)
+    is_replaced = (
+        has_dispatch and sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function
+    )
+    is_ours = is_native(module.processor, has_dispatch) and not is_replaced
+    return config if is_ours else None
+
+
+def may_attend(call: Call, module: Any, head_dim: int) -> bool:
+    """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
+    Counts the reason if not."""
+    spec: Any = call.stand_in.spec
+    library: Any = sys.modules[spec.library] if spec.dispatches else None
+    has_dispatch = hasattr(library, "dispatch_attention_fn")
+    reason = None
+    if not is_native(module.processor, has_dispatch):
+        call.leave_attention(CHOSEN)
+        return False
+    if not call.stand_in.injection.options["attention"]:
+        return False
+    if head_dim not in ATTENTION_HEAD_DIMS:
+        reason = why_not_head_dim(head_dim)
+    elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
+        reason = "scaled_dot_product_attention was replaced"
+    elif has_dispatch:
+        if NATIVE.function is None:
+            reason = "this diffusers version does not expose its backend"
+        elif library.dispatch_attention_fn is not DISPATCH.function:
+            reason = "dispatch_attention_fn was replaced"
+    if reason is not None:
+        call.fall_back(f"{OWN_ATTENTION}: {reason}")
+    return reason is None
+
+
+def why_not_arguments(is_causal: bool, dropout_p: float, scale: Any) -> str | None:
+    """Why the kernel does not take these arguments of an attention, as a clause."""
+    if is_causal:
+        return "it is causal"
+    if dropout_p != 0.0:
+        return "it has dropout"
+    if scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
+        return f"its scale is {scale}"
+    return None
+
+
+def count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Counts an attention of tensors that the kernel does not take."""
+    if is_differentiated(query, key, value):
+        call.leave_attention(GRADIENT)
+    elif query.shape[0] != key.shape[0]:
+        call.fall_back(f"{OWN_ATTENTION}: its queries and keys have different batch sizes")
+    else:
+        call.fall_back(f"{OWN_ATTENTION}: no kernel for {dtype_name(query.dtype)}")
+
+
+def key_bias_of(mask: Any, key: Tensor) -> Tensor | None:
+    """The bias (B, Sk) equivalent to a mask that broadcasts to (B, H, Sq, Sk), of booleans or of values added
+    to the scores; None if it differs between heads or queries. Only its shape and strides are read."""
+    if not isinstance(mask, Tensor) or not is_plain_tensor(mask) or mask.device != key.device:
+        return None
+    if mask.dtype not in (torch.bool, torch.float32, key.dtype) or not 0 < mask.dim() <= 4:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    batch, keys = key.shape[:2]
+    if mask.shape[0] not in (1, batch) or mask.shape[3] not in (1, keys) or 0 in mask.shape:
+        return None
+    if any(mask.shape[i] != 1 and mask.stride(i) != 0 for i in (1, 2)) or is_differentiated(mask):
+        return None
+    mask = mask[:, 0, 0].expand(batch, keys)
+    if mask.dtype == torch.bool:
+        mask = mask.to(torch.float32).log_()  # 0 for True, -inf for False
+    return mask if keys == 1 or mask.stride(1) == 1 else mask.contiguous()
+
+
+def shared_key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) -> Tensor | None:
+    """``key_bias_of`` of the mask, once for all blocks. ``is_repeated``: whether the processor repeats a mask
+    (B, 1 or Sq, Sk) for the heads."""
+    is_whole = mask.dim() == 3 and mask.shape[2] == key.shape[1]  # a shorter one would be padded
+    if is_repeated and (not is_whole or mask.dtype == torch.bool):
+        return None
+
+    def make(mask: Tensor) -> Tensor | None:
+        return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
+
+    return call.shared(("key bias", key.shape, key.dtype), mask, make)
