@@ -54,14 +54,14 @@ def _norms(
 
 
 def _apply(
-    call: Call, block: Any, name: str, video: streams.Stream, text: streams.Stream, *how: Any
+    call: Call, block: Any, name: str, video: Any, text: Any, temb: Tensor, readers: Any
 ) -> None:
-    """Applies ``_norms`` to both streams; ``how``: its last arguments."""
-    for stream, norm in zip((video, text), _norms(call, block, name, None, *how)):
+    """Applies ``_norms`` to both streams."""
+    for stream, norm in zip((video, text), _norms(call, block, name, None, temb, readers)):
         if norm is not None:
             stream.apply(norm)
             continue
-        video.n, text.n, *gates = block._modules[name](video.x, text.x, how[0])
+        video.n, text.n, *gates = block._modules[name](video.x, text.x, temb)
         video.rows, text.rows = ([gate] for gate in gates)
         break
 

@@ -115,23 +115,24 @@ def _attention_forward(
     if not linears.inputs_taken(x, c, image):
         return call.refuse(x, c, image)
     rotate = partial(call.stand_in.functions[1].function, use_real_unbind_dim=-2, sequence_dim=1)
-    how = (rotate, "per_head", self.heads, "half")
+    rotation = (rotate, "per_head", self.heads, "half")
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     query, key, value = attention.query_key_value(self, x, c)
-    query, key = attention.norm_and_rotate(call, self, query, key, rope, *how)
+    query, key = attention.norm_and_rotate(call, self, query, key, rope, *rotation)
     out = attention.attend(call, self, query, key, value, mask, **options)
     if image is not None:
         image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
         query, key, value = attention.query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
         norms = ("q_img_norm", "k_img_norm")
-        query, key = attention.norm_and_rotate(call, self, query, key, None, *how, names=norms)
+        operands = (query, key, None, *rotation)
+        query, key = attention.norm_and_rotate(call, self, *operands, names=norms)
         out = attention.attend(call, self, query, key, value, image_mask, addend=out, **options)
     return attention.project_out(self, out)
 
 
 def _attention(path: str, processor: str) -> attention.AttentionSpec:
-    how = {"processor": f"{_COSMOS}:{processor}", **attention.ROTATED_ATTENTION}
-    return attention.AttentionSpec(path, _attention_forward, "qk_norm_rope", **how)
+    options = {"processor": f"{_COSMOS}:{processor}", **attention.ROTATED_ATTENTION}
+    return attention.AttentionSpec(path, _attention_forward, "qk_norm_rope", **options)
 
 
 _SPECS = (

@@ -153,15 +153,15 @@ def _block_forward(
         call.state.block_mask = attention_mask
     rope = image_rotary_emb if freqs_cis is None else freqs_cis
     options = {"attention_mask": attention_mask, "image_rotary_emb": rope}
-    how = (call, self, first_norms, (x, c), conditions)
+    arguments = (call, self, first_norms, (x, c), conditions)
     if is_double:
-        return joint_blocks.double_block(*how, clips=False, **options)
+        return joint_blocks.double_block(*arguments, clips=False, **options)
 
     def attend(n: Any) -> Tensor:
         both = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
         return streams.concat_streams(call, *self._modules["attn"](**both, **options))
 
-    return joint_blocks.single_block(*how, attend, clips=False)
+    return joint_blocks.single_block(*arguments, attend, clips=False)
 
 
 def _refiner_block_forward(
@@ -203,8 +203,8 @@ def _replacing_norm(
     norm: Any, length: int, call: Call, block, previous_x, temb, replacing, first
 ) -> Any:
     """``norm`` of ``length`` tokens; the ``first`` ones take the second embedding's rows."""
-    how: Any = {"takes_emb": False, "modulation_of": _modulation}
-    made = norm(call, block, previous_x, temb, replacing, first, **how)
+    options: Any = {"takes_emb": False, "modulation_of": _modulation}
+    made = norm(call, block, previous_x, temb, replacing, first, **options)
     if made is None:
         return None
     make = partial(_indices, first=first, length=length)
@@ -260,11 +260,12 @@ _ONCE = (
 )
 
 
-def _blocks(path: str, rope: str, others: str = "args kwargs", **how: Any) -> tuple[BlockSpec, ...]:
+def _blocks(path: str, rope: str, others="args kwargs", **kind) -> tuple[BlockSpec, ...]:
     """The double and the single block. ``rope``: its argument's name in the double block. ``others``: names
-    of arguments after it. ``how``: see ``_block_forward``."""
+    of arguments after it. ``kind``: see ``_block_forward``."""
     names = "self hidden_states encoder_hidden_states temb attention_mask"
-    double, single = partial(_block_forward, **how), partial(_block_forward, is_double=False, **how)
+    double = partial(_block_forward, **kind)
+    single = partial(_block_forward, is_double=False, **kind)
     of_double, of_single = f"{names} {rope} {others}", f"{names} image_rotary_emb {others}"
     return (
         BlockSpec(f"{path}TransformerBlock", double, parameters=of_double),
@@ -273,16 +274,16 @@ def _blocks(path: str, rope: str, others: str = "args kwargs", **how: Any) -> tu
 
 
 def _family(
-    name: str, path: str, *specs, processor: str = "AttnProcessor2_0", layers=TWO_LISTS, **how
+    name: str, path: str, *specs, processor: str = "AttnProcessor2_0", layers=TWO_LISTS, **masks
 ) -> Family:
-    """``path``: how those of the classes begin. ``how``: see ``_JointAttention``."""
+    """``path``: how those of the classes begin. ``masks``: see ``_JointAttention``."""
     joint_attention = _JointAttention(
         "diffusers.models.attention_processor:Attention",
         _attention_forward,
         "qk_norm_rope",
         processor=f"{path}{processor}",
         **attention.ROTATED_ATTENTION,
-        **how,
+        **masks,
     )
     refiner = BlockSpec(f"{path}IndividualTokenRefinerBlock", _refiner_block_forward)
     blocks = _blocks(path, "image_rotary_emb" if path == _IMAGE else "freqs_cis")

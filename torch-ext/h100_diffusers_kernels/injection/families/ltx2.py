@@ -78,8 +78,8 @@ def _first_norm(
         return None
     rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
     readers = partial(_query_readers, f"{stream}attn1", others=("to_k", "to_v"))
-    how: Any = {"name": f"{stream}norm1", "rows_of": rows_of, "readers": readers}
-    return plain_norm(call, block, previous_x, **how)
+    options: Any = {"name": f"{stream}norm1", "rows_of": rows_of, "readers": readers}
+    return plain_norm(call, block, previous_x, **options)
 
 
 # How the names of a stream's parts begin.
@@ -141,24 +141,24 @@ def _block_forward(
         # Scale and shift of audio to video, scale and shift of video to audio, gate.
         table = self.video_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_scale_shift, temb_ca_gate)
-        *modulation, gate = _rows(call, "video cross", table, *tembs)
+        *rows, gate = _rows(call, "video cross", table, *tembs)
         table = self.audio_a2v_cross_attn_scale_shift_table
         tembs = (temb_ca_audio_scale_shift, temb_ca_audio_gate)
-        *audio_modulation, audio_gate = _rows(call, "audio cross", table, *tembs)
+        *audio_rows, audio_gate = _rows(call, "audio cross", table, *tembs)
         a2v, v2a = "audio_to_video_attn", "video_to_audio_attn"
-        how: Any = {"readers": partial(_cross_readers, a2v, v2a)}
-        query, key = video.norm("audio_to_video_norm", *modulation, **how)
-        how = {"readers": partial(_cross_readers, v2a, a2v)}
-        audio_key, audio_query = sound.norm("video_to_audio_norm", *audio_modulation, **how)
+        readers = partial(_cross_readers, a2v, v2a)
+        query, key = video.norm("audio_to_video_norm", *rows, readers=readers)
+        readers = partial(_cross_readers, v2a, a2v)
+        audio_key, audio_query = sound.norm("video_to_audio_norm", *audio_rows, readers=readers)
         ropes = {"query_rotary_emb": ca_video_rotary_emb, "key_rotary_emb": ca_audio_rotary_emb}
-        how = {"encoder_hidden_states": audio_key, "attention_mask": a2v_cross_attention_mask}
-        video.add(modules[a2v](query, **how, **ropes), gate)
+        options = {"encoder_hidden_states": audio_key, "attention_mask": a2v_cross_attention_mask}
+        video.add(modules[a2v](query, **options, **ropes), gate)
         ropes = {"query_rotary_emb": ca_audio_rotary_emb, "key_rotary_emb": ca_video_rotary_emb}
-        how = {"encoder_hidden_states": key, "attention_mask": v2a_cross_attention_mask}
-        sound.add(modules[v2a](audio_query, **how, **ropes), audio_gate)
+        options = {"encoder_hidden_states": key, "attention_mask": v2a_cross_attention_mask}
+        sound.add(modules[v2a](audio_query, **options, **ropes), audio_gate)
 
     for stream, name in ((video, _VIDEO), (sound, _AUDIO)):
-        _, _, _, shift, scale, gate = stream.rows[:6]
+        shift, scale, gate = stream.rows[3:6]
         readers = partial(linears.feed_forward_reader, f"{name}ff")
         n = stream.norm(f"{name}norm3", scale, shift, readers=readers)
         stream.add(linears.feed_forward_branch(modules[f"{name}ff"], n), gate)
@@ -219,10 +219,10 @@ def _attention_forward(
         if config is not None:
             of_key = x if c is None else c
             ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
-        how = (call, self, query, key, ropes[0], rotate, "across_heads", self.heads)
+        operands = (query, key, ropes[0], rotate, "across_heads", self.heads)
         layout = "half" if is_split else "interleaved"
         options: dict[str, Any] = {"layout": layout, "key_rope": ropes[1], "config": config}
-        query, key = attention.norm_and_rotate(*how, **options)
+        query, key = attention.norm_and_rotate(call, self, *operands, **options)
 
         def expand_mask(mask: Tensor) -> Tensor:
             mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
@@ -231,8 +231,8 @@ def _attention_forward(
         options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
         if perturbation_mask is None:
             options["gate"], gate = gate, None
-        operands = (query, key, value, attention_mask, expand_mask)
-        out = attention.attend(call, self, *operands, **options)
+        masks = (attention_mask, expand_mask)
+        out = attention.attend(call, self, query, key, value, *masks, **options)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
     if gate is not None:

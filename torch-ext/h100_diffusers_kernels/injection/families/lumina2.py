@@ -39,10 +39,10 @@ _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
 
 def _first_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Any) -> Any:
     """The last rows are the gate of attention, and scale and gate of the feed-forward; or no rows."""
-    how: Any = {"name": "norm1", "readers": IMAGE_READERS}
+    options: Any = {"name": "norm1", "readers": IMAGE_READERS}
     if not block.modulation:
-        return streams.plain_norm(call, block, previous_x, **how)
-    return streams.adaptive_norm(call, block, previous_x, temb, takes_emb=False, **how)
+        return streams.plain_norm(call, block, previous_x, **options)
+    return streams.adaptive_norm(call, block, previous_x, temb, takes_emb=False, **options)
 
 
 def _block_forward(
@@ -76,8 +76,8 @@ def _attention_forward(
     query, key, value = attention.query_key_value(self, x, None if context is x else context)
     rotate = call.stand_in.functions[1].function
     tables = None if freqs is None else call.shared("tables", freqs, _tables)
-    how = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
-    query, key = attention.norm_and_rotate(call, self, query, key, *how)
+    rotation = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
+    query, key = attention.norm_and_rotate(call, self, query, key, *rotation)
     if not query.shape[0] == x.shape[0] == context.shape[0]:
         return NotImplemented  # the model's own code raises
     options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}

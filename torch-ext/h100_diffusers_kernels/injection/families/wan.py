@@ -121,8 +121,8 @@ def _attention_forward(
     else:
         query, key, value = attention.query_key_value(self, x, c, config=config)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
-    how = (tables, _rotated, "across_heads", self.heads)
-    query, key = attention.norm_and_rotate(call, self, query, key, *how, config=config)
+    rotation = (tables, _rotated, "across_heads", self.heads)
+    query, key = attention.norm_and_rotate(call, self, query, key, *rotation, config=config)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
         options["parallel_config"] = None  # each rank has all of the text

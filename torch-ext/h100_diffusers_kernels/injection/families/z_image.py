@@ -42,9 +42,9 @@ def _first_norm(
     call: Call, block, previous_x, embedding, noise_mask=None, of_noise=None, of_clean=None
 ) -> Any:
     """Rows are None, scale and gate of attention, then of the feed-forward, or no rows."""
-    how: Any = {"name": "attention_norm1", "readers": _READERS}
+    options: Any = {"name": "attention_norm1", "readers": _READERS}
     if not block.modulation:
-        return streams.plain_norm(call, block, previous_x, **how)
+        return streams.plain_norm(call, block, previous_x, **options)
     layer = block._modules["adaLN_modulation"]
     if previous_x is not None and not streams.may_run_ahead(layer, previous_x):
         return None
@@ -58,13 +58,13 @@ def _first_norm(
             rows = torch.where(is_noise, noise.unsqueeze(1), clean.unsqueeze(1))
         return (None, *rows.chunk(4, dim=2))
 
-    return streams.plain_norm(call, block, previous_x, rows_of=rows_of, **how)
+    return streams.plain_norm(call, block, previous_x, rows_of=rows_of, **options)
 
 
 def _run(
-    self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, **how: Any
+    self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, hands_over=True
 ) -> Tensor:
-    """A block's result; ``how`` it ends, see ``streams.end``."""
+    """A block's result."""
     modules, is_modulated = self._modules, self.modulation
     (s,) = streams.start(call, self, (_first_norm,), (x,), conditions)
     _, _, gate, scale_mlp, gate_mlp = s.rows or (None,) * 5
@@ -75,7 +75,7 @@ def _run(
     modulation = (scale_mlp, None) if s.rows else ()
     out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
     s.add(out, gate_mlp, "ffn_norm2", is_modulated)
-    return streams.end(s, **how)
+    return streams.end(s, hands_over=hands_over)
 
 
 def _makes_masks(model: Any) -> bool:
