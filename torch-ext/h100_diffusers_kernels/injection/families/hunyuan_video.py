@@ -114,10 +114,6 @@ class _JointAttention(attention.AttentionSpec):
         return matches and bool(module.pre_only or module.added_kv_proj_dim is not None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Blocks
-
-
 def _block_forward(
     self: Any,
     call: Call,
