@@ -187,7 +187,7 @@ def _copy(name: str, module: str, model: str) -> Family:
 
 
 _WAN, _VACE = f"{_MODELS}transformer_wan", f"{_MODELS}transformer_wan_vace"
-_SKYREELS = f"{_MODELS}transformer_skyreels_v2:SkyReelsV2"
+_SKYREELS = f"{_MODELS}transformer_skyreels_v2"
 FAMILIES = (
     _family(
         "Wan",
@@ -201,15 +201,15 @@ FAMILIES = (
     _copy("ChronoEdit", f"{_MODELS}transformer_chronoedit", "ChronoEditTransformer3DModel"),
     _family(
         "SkyReels-V2",
-        model_spec(f"{_SKYREELS}Transformer3DModel", "blocks"),
+        model_spec(f"{_SKYREELS}:SkyReelsV2Transformer3DModel", "blocks"),
         _block(
-            f"{_SKYREELS}TransformerBlock",
+            f"{_SKYREELS}:SkyReelsV2TransformerBlock",
             partial(_block_forward, first_norms=_BY_TOKEN_LAST),
             parameters=f"{_PARAMETERS} attention_mask",
-            functions=(f"{_SKYREELS}Attention.forward",),  # since diffusers 0.36
+            functions=(f"{_SKYREELS}:SkyReelsV2Attention.forward",),  # since diffusers 0.36
         ),
         _attention(
-            f"{_SKYREELS}Attention",
+            f"{_SKYREELS}:SkyReelsV2Attention",
             forward=partial(_attention_forward, context_is_parallel=True),
         ),
     ),
