@@ -123,20 +123,16 @@ def _equivalents(call: Call, x: Tensor, mask: Tensor) -> dict[str, Any]:
     return call.shared("equivalents", mask, read)
 
 
+_attention_forward = partial(attention.forward_with_tables, equivalents_of=_equivalents)
 _SPECS = (
     model_spec(f"{_CHROMA}:ChromaTransformer2DModel", *TWO_LISTS.blocks),
     BlockSpec(f"{_CHROMA}:ChromaTransformerBlock", _double_block_forward),
     BlockSpec(f"{_CHROMA}:ChromaSingleTransformerBlock", _single_block_forward),
-    attention.flux_attention_spec(
-        f"{_FLUX}:FluxAttention",
-        forward=partial(attention.forward_with_tables, equivalents_of=_equivalents),
-    ),
+    attention.flux_attention_spec(f"{_FLUX}:FluxAttention", forward=_attention_forward),
     axial_positions(f"{_FLUX}:FluxPosEmbed"),
     TIMESTEPS,
     LINEAR_GELU,
 )
-_ONCE = (
-    *("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer"),
-    *("norm_out", "proj_out"),
-)
+_EMBEDDERS = ("x_embedder", "context_embedder", "time_text_embed", "distilled_guidance_layer")
+_ONCE = (*_EMBEDDERS, "norm_out", "proj_out")
 FAMILIES = (Family("Chroma", _SPECS, _ONCE, TWO_LISTS),)

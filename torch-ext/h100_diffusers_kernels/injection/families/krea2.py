@@ -120,7 +120,5 @@ _SPECS = (
     axial_positions(f"{_KREA2}:Krea2RotaryPosEmbed"),
 )
 _ONCE = ("img_in", "time_embed", "time_mod_proj", "txt_in")
-_LAYERS = ONE_LIST._replace(
-    layers=(*ATTENTION_LAYERS, "attn.to_gate", "ff.gate", "ff.up", "ff.down")
-)
+_LAYERS = ONE_LIST._replace(layers=(*ATTENTION_LAYERS, "attn.to_gate", "ff.*"))
 FAMILIES = (Family("Krea 2", _SPECS, _ONCE, _LAYERS),)

@@ -207,7 +207,5 @@ _SPECS = (
     ),
 )
 _ONCE = ("pos_embed", "time_text_embed", "txt_in", "img_in", "modulation", "proj_out")
-_LAYERS = ONE_LIST._replace(
-    layers=(*ATTENTION_LAYERS, "img_mlp.proj", "img_mlp.gate_layer", "img_mlp.out"), ends=2
-)
+_LAYERS = ONE_LIST._replace(layers=(*ATTENTION_LAYERS, "img_mlp.*"), ends=2)
 FAMILIES = (Family("Qwen-Image 2.1", _SPECS, _ONCE, _LAYERS),)

@@ -37,7 +37,7 @@ from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
 from ..parts.streams import BlockSpec, end, plain_norm, start
-from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
+from ..quantized.precision import ONE_LIST
 
 _GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
@@ -327,13 +327,8 @@ _ONCE = (
     *("conv_in", "time_embedding", "class_embedding", "add_embedding", "encoder_hid_proj"),
     *("time_embed_act", "controlnet_cond_embedding", "conv_act", "conv_out"),
 )
-_LAYERS = Layers(
-    tuple(
-        f"{blocks}.*attentions.*.transformer_blocks"
-        for blocks in ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
-    ),
-    (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS),
-)
+_PARTS = ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
+_LISTS = tuple(f"{part}.*attentions.*.transformer_blocks" for part in _PARTS)
 # Of models without a family, too.
 IN_PART = (RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK)
 _SPECS = (
@@ -343,4 +338,4 @@ _SPECS = (
     *(*IN_PART, STANDARD_ATTENTION, GROUP_NORM, *linears.GATED_ACTIVATIONS),
     *(linears.UNFUSED_GELU, TIMESTEPS),
 )
-FAMILIES = (Family("Stable Diffusion", _SPECS, _ONCE, _LAYERS),)
+FAMILIES = (Family("Stable Diffusion", _SPECS, _ONCE, ONE_LIST._replace(blocks=_LISTS)),)
