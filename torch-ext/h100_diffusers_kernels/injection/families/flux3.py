@@ -48,9 +48,7 @@ _IMAGE = (partial(_first_norm, i=0),)
 _BOTH = (*_IMAGE, partial(_first_norm, i=1))
 
 
-def _mode_block_forward(
-    self: Any, call: Call, hidden_states: Tensor, temb_mod: Tensor, image_rotary_emb: Any
-) -> Tensor:
+def _mode_block_forward(self: Any, call: Call, hidden_states, temb_mod, image_rotary_emb) -> Tensor:
     x = hidden_states
     if not kernels_take(x, temb_mod):
         return call.refuse(x, temb_mod)

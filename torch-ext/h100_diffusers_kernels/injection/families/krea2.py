@@ -53,9 +53,7 @@ def _block_forward(
     return end(s)
 
 
-def _text_block_forward(
-    self: Any, call: Call, hidden_states: Tensor, attention_mask: Tensor | None = None
-) -> Tensor:
+def _text_block_forward(self: Any, call: Call, hidden_states, attention_mask=None) -> Tensor:
     x, modules = hidden_states, self._modules
     if not kernels_take(x):
         return call.refuse(x)

@@ -117,18 +117,14 @@ def _rotated(call: Call) -> Any:
     return rotated
 
 
-def _video_attention_forward(
-    self: Any, call: Call, hidden_states: Tensor, rotary_emb: Any = None
-) -> Tensor:
+def _video_attention_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Tensor:
     """Of the autoencoder's decoder, whose tables are (B, S, 1, r)."""
     if rotary_emb is not None and rotary_emb[0].shape[0] == 1:
         rotary_emb = tuple([t[0, :, 0] for t in rotary_emb])
     return _attention_forward(self, call, hidden_states, rotary_emb, norms_in_float32=True)
 
 
-def _output_norm_forward(
-    self: Any, call: Call, hidden_states: Tensor, temb: Tensor, timestep_indices: Tensor
-) -> Tensor:
+def _output_norm_forward(self: Any, call: Call, hidden_states, temb, timestep_indices) -> Tensor:
     x, layer = hidden_states, self._modules["linear"]
     if not kernels_take(x):
         return call.refuse(x)

@@ -58,9 +58,7 @@ def _why_not_resnet(module: Any) -> str | None:
     return linears.why_not_silu(module.nonlinearity)
 
 
-def _resnet_forward(
-    self: Any, call: Call, input_tensor: Tensor, temb: Any, *args: Any, **kwargs: Any
-) -> Tensor:
+def _resnet_forward(self: Any, call: Call, input_tensor, temb, *args, **kwargs) -> Tensor:
     if args or kwargs:
         return call.decline("it was given more than an input and a time embedding")
     if input_tensor.dim() != 4:
