@@ -159,17 +159,17 @@ def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
         forward = state.get("forward")
         if forward is not None:
             owner: Any = getattr(forward, "__self__", None)
-            if type(owner) in STAND_INS:  # ``has_own_forward``, inlined
+            if type(owner) in STAND_INS:  # ``runs_class_forward``, inlined
                 if owner._module() is not each:
                     return False
-            elif not has_own_forward(each):
+            elif not runs_class_forward(each):
                 return False
     return True
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether the instance has no own forward. Its class's forward, which removed hooks leave there, and a
-    stand-in, which computes the same, do not count."""
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a call runs the class's forward, which removed hooks may have left on the instance, or a
+    stand-in, which computes the same."""
     forward = module.__dict__.get("forward")
     if type(forward) is not MethodType:
         return forward is None

@@ -30,7 +30,7 @@ from .checks import (
     KnownClass,
     find_class,
     has_hooks,
-    has_own_forward,
+    runs_class_forward,
     replaced_function,
     why_intercepted,
 )
@@ -398,7 +398,7 @@ def is_wrapped(module: Any) -> bool:
     """
     if torch.compiler.is_compiling():
         return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
-    is_own = has_own_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
+    is_own = runs_class_forward(module) or stand_in_of(module.__dict__["forward"]) is not None
     return has_hooks(module) or not is_own
 
 

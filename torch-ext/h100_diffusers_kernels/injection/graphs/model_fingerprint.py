@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.checks import has_hooks, has_own_forward
+from ..core.checks import has_hooks, runs_class_forward
 from ..core.patch import stand_in_of
 
 
@@ -184,7 +184,8 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
         or "_orig_mod" in module._modules
         or not is_model
         and (
-            has_hooks(module) or not (stand_in_of(state.get("forward")) or has_own_forward(module))
+            has_hooks(module)
+            or not (stand_in_of(state.get("forward")) or runs_class_forward(module))
         )
     )
 

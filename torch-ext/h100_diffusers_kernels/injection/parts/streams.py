@@ -21,7 +21,7 @@ from ..core.checks import (
     KnownClass,
     class_name,
     has_hooks,
-    has_own_forward,
+    runs_class_forward,
     is_plain,
     why_not_plain,
 )
@@ -428,7 +428,7 @@ def linear_of_silu(
 def may_run_ahead(layer: Any, x: Tensor) -> bool:
     """Whether a layer may run before its block: it has no hooks (as for offloading) and is on x's device."""
     return all(
-        has_own_forward(module)
+        runs_class_forward(module)
         and not has_hooks(module)
         and all(p is None or p.device == x.device for p in module._parameters.values())
         for module in layer.modules()
