@@ -21,7 +21,7 @@ from typing import Callable, Optional
 from torch import Tensor, nn
 
 from . import operations
-from .operations.conditions import is_plain, kernels_take
+from .operations.conditions import is_plain_tensor, kernels_take
 
 __all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
 
@@ -44,7 +44,7 @@ def _is_designated(cls: type) -> bool:
 def _kernels_normalize(x: Tensor, *parameters: Optional[Tensor]) -> bool:
     """Whether the kernels support a norm over x's last dimension with these parameters."""
     return kernels_take(x, *parameters) and all(
-        is_plain(p) and (p is None or p.shape == x.shape[-1:]) for p in parameters
+        is_plain_tensor(p) and (p is None or p.shape == x.shape[-1:]) for p in parameters
     )
 
 

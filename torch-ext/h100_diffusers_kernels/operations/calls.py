@@ -62,7 +62,9 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, (str, int, float)):
         return repr(value)
     # Tracing uses its own tensor classes.
-    return "Tensor" if isinstance(value, Tensor) and is_plain(value) else type(value).__name__
+    return (
+        "Tensor" if isinstance(value, Tensor) and is_plain_tensor(value) else type(value).__name__
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -103,7 +105,7 @@ def choice(operation: str, name: str, value: Any, choices: dict[str, Any]) -> An
     return choices[value]
 
 
-def is_plain(tensor: Tensor | None) -> bool:
+def is_plain_tensor(tensor: Tensor | None) -> bool:
     """Whether a tensor is None, plain, or stands for a plain one while torch.compile traces."""
     cls = type(tensor)
     return tensor is None or cls in PLAIN_TYPES or cls.__module__.startswith("torch._subclasses.")
@@ -161,7 +163,7 @@ def _explain(operation: str, parameters: list, arguments: tuple, error: Exceptio
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         # Raised by other libraries' tensor classes for unknown operators.
         for (name, *_), value in zip(parameters, arguments):
-            if isinstance(value, Tensor) and not is_plain(value):
+            if isinstance(value, Tensor) and not is_plain_tensor(value):
                 refuse_type(operation, name, "a plain tensor", value)
     raise error
 

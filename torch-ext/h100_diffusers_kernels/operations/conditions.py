@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from .calls import PLAIN_TYPES, dtype_name, is_differentiated, is_plain
+from .calls import PLAIN_TYPES, dtype_name, is_differentiated, is_plain_tensor
 
 # A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
@@ -29,7 +29,7 @@ def kernels_run_on(x: Tensor) -> bool:
     return (
         x.dtype in _DTYPES
         and (x.is_cuda if _IS_CUDA else x.is_cpu)
-        and is_plain(x)
+        and is_plain_tensor(x)
         and not torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
     )
 
@@ -44,7 +44,7 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
     if (
         dtype not in _DTYPES
         or not (x.is_cuda if _IS_CUDA else x.is_cpu)
-        or (type(x) not in PLAIN_TYPES and not is_plain(x))
+        or (type(x) not in PLAIN_TYPES and not is_plain_tensor(x))
         or torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
         or not (x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1)
     ):
@@ -54,7 +54,7 @@ def kernels_take(x: Tensor, *others: Tensor | None) -> bool:
             tensor.dtype is not dtype
             or tensor.device != device
             or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+            or (type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor))
         ):
             return False
     return True
@@ -66,13 +66,13 @@ def same_dtype_and_unit_stride(x: Tensor, *others: Tensor | None) -> bool:
     A layer in between may return another dtype or tensor class.
     """
     dtype = x.dtype
-    if dtype not in _DTYPES or (type(x) not in PLAIN_TYPES and not is_plain(x)):
+    if dtype not in _DTYPES or (type(x) not in PLAIN_TYPES and not is_plain_tensor(x)):
         return False
     for tensor in others:
         if tensor is not None and (
             tensor.dtype is not dtype
             or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+            or (type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor))
         ):
             return False
     return x.is_contiguous() or x.stride(-1) == 1 or x.shape[-1] <= 1
@@ -88,7 +88,7 @@ def modulators_compatible(x: Tensor, *others: Tensor | None) -> bool:
         if tensor is not None and (
             (tensor.dtype is not dtype and tensor.dtype is not torch.float32)
             or not (tensor.is_contiguous() or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-            or (type(tensor) not in PLAIN_TYPES and not is_plain(tensor))
+            or (type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor))
         ):
             return False
     return same_dtype_and_unit_stride(x)
@@ -104,7 +104,7 @@ def group_norm_takes(x: Tensor, *others: Tensor | None, gaps: int = 0) -> bool:
             tensor.dtype is not x.dtype
             or tensor.device != x.device
             or not (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-            or not is_plain(tensor)
+            or not is_plain_tensor(tensor)
         ):
             return False
     return True
@@ -158,7 +158,7 @@ def may_write() -> bool:
 def why_not_taken(x: Tensor, *others: Tensor | None) -> str:
     """Why ``kernels_take`` is false, as a clause."""
     for tensor in (x, *others):
-        if not is_plain(tensor):
+        if not is_plain_tensor(tensor):
             return f"it was given {an(type(tensor).__name__)}"
     if torch.is_autocast_enabled(KERNEL_DEVICE_TYPE):
         return "autocast is on"

@@ -13,8 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import ATTENTION_HEAD_DIMS, dtype_name, is_differentiated
-from ...operations.conditions import is_plain as is_plain_tensor
+from ...operations.conditions import (
+    ATTENTION_HEAD_DIMS,
+    dtype_name,
+    is_differentiated,
+    is_plain_tensor,
+)
 from ..core.checks import KnownFunction
 from ..core.patch import Call
 from ..core.report import OWN_ATTENTION
@@ -25,7 +29,7 @@ BACKEND_NAME = "h100"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
 NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
-CHOSEN = f"{OWN_ATTENTION}: a backend is chosen for it"
+USER_BACKEND = f"{OWN_ATTENTION}: a backend is chosen for it"
 GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
 NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
 
@@ -53,7 +57,7 @@ def dispatches(spec: Any) -> bool:
 def why_own_attention(module: Any, has_dispatch: bool) -> str | None:
     """Why a module runs its own attention, as far as its attributes, processor and layers tell."""
     if not is_native(module.processor, has_dispatch):
-        return CHOSEN
+        return USER_BACKEND
     attributes = module.__dict__
     head_dim, heads, inner = (attributes.get(name) for name in ("head_dim", "heads", "inner_dim"))
     if not isinstance(head_dim, int):
@@ -104,7 +108,7 @@ def may_attend(call: Call, module: Any, head_dim: int) -> bool:
     has_dispatch = hasattr(library, "dispatch_attention_fn")
     reason = None
     if not is_native(module.processor, has_dispatch):
-        call.leave_attention(CHOSEN)
+        call.leave_attention(USER_BACKEND)
         return False
     if not call.stand_in.injection.options["attention"]:
         return False

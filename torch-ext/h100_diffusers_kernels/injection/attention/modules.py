@@ -26,7 +26,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..core.checks import KnownFunction, class_name, is_plain
+from ..core.checks import KnownFunction, class_name, is_stock
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..core.report import OWN_ATTENTION
@@ -339,7 +339,7 @@ def query_key_value(
     modules = module._modules
     q, k, v = (modules[names[0]], modules[names[1]], modules[names[2]])
     source = x if context is None else context
-    if config is None and type(source) is Tensor is type(x) and is_plain(q, LINEAR, k, v):
+    if config is None and type(source) is Tensor is type(x) and is_stock(q, LINEAR, k, v):
         # ``linear``, inlined.
         of_q, of_k, of_v = q._parameters, k._parameters, v._parameters
         weights = (of_q.get("weight"), of_k.get("weight"), of_v.get("weight"))

@@ -43,11 +43,11 @@ from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
 from .backend import dispatched, run_own_in_parallel
 from .decision import (
-    CHOSEN,
     DISPATCH,
     GRADIENT,
     NOT_WANTED,
     SDPA,
+    USER_BACKEND,
     is_native,
     key_bias_of,
     why_not_arguments,
@@ -369,7 +369,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     if torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         return call.decline("scaled_dot_product_attention was replaced")
     if not is_native(processor, copy.dispatches):
-        call.leave_attention(CHOSEN)
+        call.leave_attention(USER_BACKEND)
         return NotImplemented
     if copy.call is _STANDARD.function:
         out = _standard(self, call, *args, **kwargs)

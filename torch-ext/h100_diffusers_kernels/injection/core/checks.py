@@ -2,6 +2,12 @@
 
 Results are not cached. Classes and functions are looked up once, as their libraries define them; each check
 compares a module, or a name of a library, with them.
+
+- stock: a call of a module runs only its library's code (``is_stock``);
+- bare: its call runs a stand-in, without hooks or wrappers (``patch.bare_stand_in``);
+- wrapped: it has hooks or wrappers around its forward (``patch.is_wrapped``);
+- plain: a tensor is PyTorch's own class (``conditions.is_plain_tensor``);
+- native: PyTorch, or this package by the user's choice, is the attention backend (``decision.is_native``).
 """
 
 from __future__ import annotations
@@ -131,7 +137,7 @@ def look_up_libraries() -> None:
         known.look_up()
 
 
-def is_plain(module: Any, known: KnownClass, *others: Any) -> bool:
+def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
     """Whether a call of each module runs only its library's code: it has exactly this class, no hooks, no
     forward of its own, and no function that it calls was replaced."""
     cls = known.cls
@@ -191,8 +197,8 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def why_not_plain(module: Any, known: KnownClass) -> str:
-    """Why ``is_plain`` is false, as a clause."""
+def why_not_stock(module: Any, known: KnownClass) -> str:
+    """Why ``is_stock`` is false, as a clause."""
     if type(module) is not known.cls:
         return f"is {an(class_name(module))}"
     reason = replaced_function(known.functions)

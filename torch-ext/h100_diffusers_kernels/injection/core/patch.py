@@ -30,8 +30,8 @@ from .checks import (
     KnownClass,
     find_class,
     has_hooks,
-    runs_class_forward,
     replaced_function,
+    runs_class_forward,
     why_intercepted,
 )
 from .quantized_rows import as_tensor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...operations.conditions import an
-from ..core.checks import KnownClass, class_name, is_plain, why_not_plain
+from ..core.checks import KnownClass, class_name, is_stock, why_not_stock
 from ..core.patch import Call, ExactSpec, Injection
 from ..parts.linears import why_not_silu
 from ..parts.norm_modules import apply_channel_norm, apply_group_norm
@@ -113,7 +113,7 @@ def _kind_of(module: Any) -> _Kind | str:
     kind = _class_of(module)
     if kind is None:
         return f"is {an(class_name(module))}"
-    return kind if is_plain(module, kind.known) else why_not_plain(module, kind.known)
+    return kind if is_stock(module, kind.known) else why_not_stock(module, kind.known)
 
 
 def _class_of(module: Any) -> _Kind | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
-from ..core.checks import KnownClass, is_plain
+from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parallel.plans import two_streams
@@ -112,7 +112,7 @@ def _block_forward(
 
 def _runs_twice(module: Any, x: Any) -> bool:
     """Whether the feed-forward runs for each stream, or once for the concat if it has hooks."""
-    return is_plain(module, linears.FEED_FORWARD) and streams.may_run_ahead(module, x)
+    return is_stock(module, linears.FEED_FORWARD) and streams.may_run_ahead(module, x)
 
 
 def _feed_forwards(module: Any, n: Any, c_n: Any) -> tuple[Any, Any]:

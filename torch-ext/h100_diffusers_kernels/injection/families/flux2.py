@@ -19,7 +19,7 @@ from torch import Tensor
 from ... import operations
 from ...operations.conditions import is_differentiated, kernels_take, may_write
 from ..attention import modules as attention
-from ..core.checks import is_plain
+from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
@@ -32,6 +32,8 @@ from ..quantized.fp8_linears import computed
 from ..quantized.precision import ATTENTION_LAYERS, TWO_LISTS
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
+linears.SWIGLU_FEED_FORWARDS.append(KnownClass(f"{_FLUX2}:Flux2FeedForward"))
+_SWIGLU = linears.swiglu_spec(f"{_FLUX2}:Flux2SwiGLU")
 
 
 def _first_norm(call: Call, block, previous_x, *modulations, name, readers, i=0, count=6) -> Any:
@@ -117,8 +119,8 @@ def _parallel_attention_forward(
     is_branch = type(hidden_states) is QuantizedRows
     if not (
         may_write()
-        and is_plain(activation, linears.FLUX2_SWIGLU)
-        and is_plain(activation._modules.get("gate_fn"), linears.SILU)
+        and is_stock(activation, _SWIGLU.known)
+        and is_stock(activation._modules.get("gate_fn"), linears.SILU)
         and mlp.shape[-1] % 2 == 0
         and kernels_take(mlp, query)
         and not is_differentiated(mlp, query)
@@ -152,7 +154,7 @@ _SPECS = (
     ),
     axial_positions(f"{_FLUX2}:Flux2PosEmbed"),
     TIMESTEPS,
-    linears.swiglu_spec(f"{_FLUX2}:Flux2SwiGLU"),
+    _SWIGLU,
 )
 _ONCE = (
     *("time_guidance_embed", "double_stream_modulation_img", "double_stream_modulation_txt"),

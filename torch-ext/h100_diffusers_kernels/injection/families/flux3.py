@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
+from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts import linears
@@ -29,6 +30,8 @@ from ..parts.streams import BlockSpec, concat_streams, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
+linears.SWIGLU_FEED_FORWARDS.append(KnownClass(f"{_FLUX3}:Flux3FeedForward"))
+_SWIGLU = linears.swiglu_spec(f"{_FLUX3}:Flux3SwiGLU")
 
 
 def _readers(block: Any, x: Tensor) -> Any:
@@ -122,7 +125,7 @@ _SPECS = (
     BlockSpec(f"{_FLUX3}:Flux3ModeTransformerBlock", _mode_block_forward),
     BlockSpec(f"{_FLUX3}:Flux3SingleTransformerBlock", _single_block_forward),
     attention.flux_attention_spec(f"{_FLUX3}:Flux3Attention", forward=_attention_forward),
-    linears.swiglu_spec(f"{_FLUX3}:Flux3SwiGLU"),
+    _SWIGLU,
     PatchSpec(f"{_FLUX3}:Flux3Modulation", _modulation_forward, _ONE_ROW),
     PatchSpec(f"{_FLUX3}:Flux3AdaLayerNorm", _output_norm_forward, "layer_norm_modulate"),
     axial_positions(f"{_FLUX3}:Flux3PosEmbed"),

@@ -34,7 +34,7 @@ from ..parts import joint_blocks, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import ChosenRows
+from ..parts.norms import RowsByToken
 from ..parts.streams import ADAPTIVE, BlockSpec
 from ..quantized.precision import ONE_LIST, TWO_LISTS
 
@@ -206,8 +206,8 @@ def _replacing_norm(
     make = partial(_indices, first=first, length=length)
     index = call.shared(("indices", first, length), temb, make)
 
-    def chosen(rows: Tensor) -> ChosenRows:
-        return ChosenRows(rows.squeeze(1), index)
+    def chosen(rows: Tensor) -> RowsByToken:
+        return RowsByToken(rows.squeeze(1), index)
 
     if isinstance(made, streams.FirstNorm):
         modulation, rows = (tuple(map(chosen, each)) for each in (made.modulation, made.rows))

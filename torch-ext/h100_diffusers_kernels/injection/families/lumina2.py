@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
-from ..core.checks import KnownClass, is_plain, why_not_plain
+from ..core.checks import KnownClass, is_stock, why_not_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import streams
@@ -97,7 +97,7 @@ def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _why_not_feed_forward(module: Any) -> str | None:
     silu = module._modules.get("silu")
-    return None if is_plain(silu, _SILU) else f"its activation {why_not_plain(silu, _SILU)}"
+    return None if is_stock(silu, _SILU) else f"its activation {why_not_stock(silu, _SILU)}"
 
 
 _LISTS = ("context_refiner", "noise_refiner", "layers")

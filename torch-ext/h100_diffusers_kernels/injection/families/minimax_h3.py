@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 from ...operations.conditions import kernels_take
 from ..attention import modules as attention
-from ..core.checks import KnownClass, is_plain
+from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS, add_feed_forwards
-from ..parts.norms import ChosenRows, chosen_norm_modulate
+from ..parts.norms import RowsByToken, chosen_norm_modulate
 from ..quantized.fp8_linears import LINEAR, are_fp8
 from ..quantized.precision import ONE_LIST
 
@@ -39,7 +39,7 @@ _MODULATION = KnownClass(f"{_MINIMAX}:MiniMaxH3AdaLayerNormModulation")
 def _chosen(call: Call, tables: streams.Rows, indices: Tensor) -> streams.Rows:
     """Rows of tables, each (N, D), by each token's index (S,)."""
     index = call.shared("index", indices, lambda indices: indices.to(torch.int32))
-    return tuple([ChosenRows(table, index) for table in tables])
+    return tuple([RowsByToken(table, index) for table in tables])
 
 
 def _first_norm(call: Call, block, previous_x, temb: Tensor, indices: Tensor) -> Any:
@@ -49,8 +49,8 @@ def _first_norm(call: Call, block, previous_x, temb: Tensor, indices: Tensor) ->
         return None
 
     def rows_of() -> streams.Rows:
-        layer: Any = module._modules.get("linear") if is_plain(module, _MODULATION) else None
-        if not is_plain(layer, LINEAR) or not (linears.plain_weight(layer) or are_fp8(layer)):
+        layer: Any = module._modules.get("linear") if is_stock(module, _MODULATION) else None
+        if not is_stock(layer, LINEAR) or not (linears.plain_weight(layer) or are_fp8(layer)):
             return _chosen(call, module(temb), indices)
         dtype = layer._parameters["weight"].dtype
         embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))

@@ -22,7 +22,7 @@ from ..parts.embeddings import TIMESTEPS
 from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
 from ..parts.linears import LINEAR_GELU, inputs_taken
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.norms import ChosenRows, clip_to_float16
+from ..parts.norms import RowsByToken, clip_to_float16
 from ..parts.streams import BlockSpec, linear_modulation, plain_norm
 from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
@@ -51,7 +51,7 @@ def _first_norm(call: Call, block, previous_x, temb, index, *, stream: str, read
             return modulation.unsqueeze(1).chunk(6, dim=-1)
         # Tables (2 * B, D): of samples for index 0, then for others.
         chosen = call.shared(f"rows of {len(modulation)}", index, row_of_each)
-        return tuple([ChosenRows(table, chosen) for table in modulation.chunk(6, dim=-1)])
+        return tuple([RowsByToken(table, chosen) for table in modulation.chunk(6, dim=-1)])
 
     options: Any = {"name": f"{stream}_norm1", "rows_of": rows_of, "readers": readers}
     return plain_norm(call, block, previous_x, **options)

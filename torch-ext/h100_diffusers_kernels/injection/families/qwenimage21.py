@@ -46,7 +46,7 @@ def _by_token(call: Call, table: Tensor, mask: Tensor | None) -> norms.Modulator
         samples = torch.arange(last, dtype=torch.int32, device=mask.device)
         return torch.where(mask, samples[:, None], last)
 
-    return norms.ChosenRows(table, call.shared(("index", last), mask, make))
+    return norms.RowsByToken(table, call.shared(("index", last), mask, make))
 
 
 def _modulator_tables(modulation: Tensor) -> tuple[Tensor, ...]:

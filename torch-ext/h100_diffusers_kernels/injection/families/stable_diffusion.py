@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from ... import operations
 from ...operations.conditions import (
     is_differentiated,
+    is_plain_tensor,
     kernels_take,
     same_dtype_and_unit_stride,
     tracks_derivatives,
 )
-from ...operations.conditions import is_plain as is_plain_tensor
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
-from ..core.checks import KnownClass, find_class, is_plain, replaced_function, why_not_plain
+from ..core.checks import KnownClass, find_class, is_stock, replaced_function, why_not_stock
 from ..core.forward_state import Family, forward_with_state, model_spec, run_with_state
 from ..core.patch import Call, ExactSpec, PatchSpec, bare_stand_in
 from ..parts import linears
@@ -53,8 +53,8 @@ def _why_not_resnet(module: Any) -> str | None:
         return f"its time embedding is not added: {way}"
     for name in ("norm1", "norm2"):
         norm = module._modules.get(name)
-        if not is_plain(norm, _GROUP_NORM):
-            return f"{name} {why_not_plain(norm, _GROUP_NORM)}"
+        if not is_stock(norm, _GROUP_NORM):
+            return f"{name} {why_not_stock(norm, _GROUP_NORM)}"
     return linears.why_not_silu(module.nonlinearity)
 
 
@@ -107,7 +107,7 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         bias is not None
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
-        and is_plain(conv, _CONV)
+        and is_stock(conv, _CONV)
         and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
         and conv.padding_mode == "zeros"
     ):
@@ -207,14 +207,14 @@ def _feed_forward(module: Any, x: Tensor) -> Tensor:
     """``module(x)``; a plain GEGLU and its linear layers without module calls."""
     net = module._modules.get("net")
     if (
-        is_plain(module, linears.FEED_FORWARD)
+        is_stock(module, linears.FEED_FORWARD)
         and type(net) is nn.ModuleList
         and len(net._modules) == 3
         and same_dtype_and_unit_stride(x)
     ):
         geglu, dropout, out = net._modules.values()
         stand_in = bare_stand_in(linears.GEGLU, geglu)
-        if stand_in is not None and is_plain(dropout, linears.DROPOUT) and not dropout.training:
+        if stand_in is not None and is_stock(dropout, linears.DROPOUT) and not dropout.training:
             layers = linears.plain_weights(x.dtype, geglu._modules["proj"], out)
             if layers is not None and not (
                 "gelu" in geglu.__dict__ or replaced_function(stand_in.functions)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import KERNEL_DEVICE_TYPE, is_plain, tracks_derivatives
+from ...operations.conditions import KERNEL_DEVICE_TYPE, is_plain_tensor, tracks_derivatives
 from ..core.cache import cached
 from ..core.patch import Call, PatchSpec
 
@@ -18,7 +18,7 @@ from ..core.patch import Call, PatchSpec
 def _is_taken(x: Tensor) -> bool:
     return (
         not tracks_derivatives()
-        and is_plain(x)
+        and is_plain_tensor(x)
         and x.device.type == KERNEL_DEVICE_TYPE
         and not torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
     )

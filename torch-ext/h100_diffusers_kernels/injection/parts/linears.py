@@ -17,20 +17,20 @@ from ... import operations
 from ...operations.conditions import (
     PLAIN_TYPES,
     is_differentiated,
+    is_plain_tensor,
     kernels_take,
     may_write,
     same_dtype_and_unit_stride,
     why_not_taken,
 )
-from ...operations.conditions import is_plain as is_plain_tensor
-from ..core.checks import KnownClass, is_plain, replaced_function, why_not_plain
+from ..core.checks import KnownClass, is_stock, replaced_function, why_not_stock
 from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 from ..quantized.fp8_linears import (
     LINEAR,
     Fp8Product,
     Fp8Weight,
-    are_plain_linears,
+    are_stock_linears,
     computed,
     fp8_fits,
     fp8_gelu_product,
@@ -46,13 +46,8 @@ DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-_MODELS = "diffusers.models.transformers."
-_SWIGLU_FEED_FORWARDS = (
-    KnownClass(f"{_MODELS}transformer_flux2:Flux2FeedForward"),
-    KnownClass(f"{_MODELS}transformer_flux3:Flux3FeedForward"),
-)
-FLUX2_SWIGLU = KnownClass(f"{_MODELS}transformer_flux2:Flux2SwiGLU")
-FLUX3_SWIGLU = KnownClass(f"{_MODELS}transformer_flux3:Flux3SwiGLU")
+# Classes like FLUX.2's ``Flux2FeedForward``: ``linear_out(act_fn(linear_in(x)))``. Families add theirs.
+SWIGLU_FEED_FORWARDS: list[KnownClass] = []
 
 # The layers of an attention: of its only stream or the image, and of the text.
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
@@ -67,7 +62,7 @@ def linear(layer: Any, x: Any) -> Tensor:
     """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``. x may be quantized."""
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
-    if is_plain(layer, LINEAR):
+    if is_stock(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
             weight, bias = parameters["weight"], parameters["bias"]
@@ -89,7 +84,7 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         return fp8_products(rows, [*map(weights.__getitem__, layers)])
     if is_quantized:
         return [linear(layer, x) for layer in layers]
-    are_plain = is_plain(layers[0], LINEAR, *layers[1:])
+    are_plain = is_stock(layers[0], LINEAR, *layers[1:])
     results = []
     for layer in layers:
         parameters = layer._parameters
@@ -103,7 +98,7 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
-    if not is_plain(layer, LINEAR):
+    if not is_stock(layer, LINEAR):
         return None
     parameters = layer._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -118,7 +113,7 @@ def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
 def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor | None]] | None:
     """Weight and bias of each layer, if all are plain ``torch.nn.Linear`` with plain values and weights of
     this dtype. Then their results for plain inputs are plain and contiguous."""
-    if not is_plain(layers[0], LINEAR, *layers[1:]):
+    if not is_stock(layers[0], LINEAR, *layers[1:]):
         return None
     found = []
     for layer in layers:
@@ -140,7 +135,7 @@ def run_dropout(layer: Any, x: Tensor) -> Tensor:
 
 
 def is_identity(dropout: Any) -> bool:
-    return is_plain(dropout, DROPOUT) and not dropout.training
+    return is_stock(dropout, DROPOUT) and not dropout.training
 
 
 class Fp8Columns(NamedTuple):
@@ -171,7 +166,7 @@ def fp8_columns(layer: Any, x: Any, count: int) -> Fp8Columns | None:
     """Columns for an input of the layer with x's rows. The last ``count`` are to be written now. None
     if it is no plain FP8 layer or the others are no whole blocks."""
     weight = fp8_weight(layer)
-    if weight is None or not may_write() or not are_plain_linears(layer):
+    if weight is None or not may_write() or not are_stock_linears(layer):
         return None
     features = weight.values.shape[1]
     width = features - count
@@ -320,7 +315,7 @@ def feed_forward(module: Any, x: Any) -> Tensor:
 
 def feed_forward_branch(module: Any, x: Any) -> Any:
     """``feed_forward`` for a residual sum, which may be an ``Fp8Product``."""
-    if is_plain(module, FEED_FORWARD):
+    if is_stock(module, FEED_FORWARD):
         net = module._modules.get("net")
         if type(net) is nn.ModuleList and 3 <= len(net._modules) <= 4:
             activation, dropout, out, *last = net._modules.values()
@@ -334,7 +329,7 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
             if last and not is_identity(last[0]):
                 return last[0](computed(y))
             return y
-    elif any(is_plain(module, known) for known in _SWIGLU_FEED_FORWARDS):
+    elif any(is_stock(module, known) for known in SWIGLU_FEED_FORWARDS):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
         y = _fp8_feed_forward(activation, linear_in, out, x)
@@ -368,8 +363,8 @@ def feed_forward_reader(name: str, block: Any, x: Tensor) -> dict[Any, Fp8Weight
         layer = next(iter(net._modules.values()), net)._modules.get("proj")
     if layer is None or has_plain_weight(layer):
         return None
-    is_known = is_plain(module, FEED_FORWARD) and type(net) is nn.ModuleList
-    if not is_known and not any(is_plain(module, known) for known in _SWIGLU_FEED_FORWARDS):
+    is_known = is_stock(module, FEED_FORWARD) and type(net) is nn.ModuleList
+    if not is_known and not any(is_stock(module, known) for known in SWIGLU_FEED_FORWARDS):
         return None
     return fp8_weights_for(x, layer)
 
@@ -414,9 +409,9 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
         not (is_quantized or fp8_takes(x))
         or not fp8_fits(out, found, x, features // halves)
         or is_differentiated(*inner.values())
-        or not is_plain(activation, known)
+        or not is_stock(activation, known)
         or why_not(activation)
-        or not are_plain_linears(proj, out)
+        or not are_stock_linears(proj, out)
     ):
         return None
     if known is LINEAR_GELU.known:
@@ -465,7 +460,7 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
     The result may be ``Fp8Columns`` of the layer ``into``, of whose ``linear_of_concat`` it is the second
     part.
     """
-    if not is_plain(activation, GELU):
+    if not is_stock(activation, GELU):
         return activation(linear(layer, x))
     approximate = activation.approximate
     weights = x.weights if type(x) is QuantizedRows else fp8_weights_for(x, layer)
@@ -505,8 +500,8 @@ UNFUSED_GELU = replace(LINEAR_GELU, left_to_compiler=True)
 
 def why_not_silu(activation: Any) -> str | None:
     """Why the kernels cannot replace an activation, or None."""
-    if not is_plain(activation, SILU):
-        return f"its activation {why_not_plain(activation, SILU)}"
+    if not is_stock(activation, SILU):
+        return f"its activation {why_not_stock(activation, SILU)}"
     return "its activation writes in place" if activation.inplace else None
 
 
@@ -535,11 +530,14 @@ def _gated_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 def swiglu_spec(path: str) -> PatchSpec:
     """A class like FLUX.2's ``Flux2SwiGLU``: ``silu(first half) * second half``."""
-    return PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
+    spec = PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
+    operation = lambda _, h: operations.swiglu_fp8(h, activated="first")  # noqa: E731
+    _FP8_ACTIVATIONS.append((spec.known, _why_not_plain_gate, 2, operation))
+    return spec
 
 
 def _why_not_plain_gate(module: Any) -> str | None:
-    return None if is_plain(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
+    return None if is_stock(module._modules.get("gate_fn"), SILU) else "SiLU was replaced"
 
 
 def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
@@ -571,13 +569,9 @@ GATED_ACTIVATIONS = (
 )
 
 # The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
-# its result's, and the operation with a quantized result.
-_FP8_ACTIVATIONS: tuple[Any, ...] = (
+# its result's, and the operation with a quantized result. ``swiglu_spec`` adds the families'.
+_FP8_ACTIVATIONS: list[Any] = [
     (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: operations.gelu_fp8(h, m.approximate)),
     (GEGLU.known, _why_not_gelu, 2, lambda _, h: operations.geglu_fp8(h)),
     (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: operations.swiglu_fp8(h)),
-    *(
-        (known, _why_not_plain_gate, 2, lambda _, h: operations.swiglu_fp8(h, activated="first"))
-        for known in (FLUX2_SWIGLU, FLUX3_SWIGLU)
-    ),
-)
+]

@@ -19,11 +19,11 @@ from ...operations.conditions import (
     PLAIN_TYPES,
     an,
     is_differentiated,
+    is_plain_tensor,
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ...operations.conditions import is_plain as is_plain_tensor
-from ..core.checks import KnownClass, class_name, is_plain, why_not_plain
+from ..core.checks import KnownClass, class_name, is_stock, why_not_stock
 from ..core.patch import Call
 from ..core.quantized_rows import QuantizedRows
 from ..quantized.fp8_linears import Fp8Product
@@ -83,7 +83,7 @@ class Upcasts(IntEnum):
     TO_NEXT_LINEAR = 2
 
 
-class ChosenRows(NamedTuple):
+class RowsByToken(NamedTuple):
     """A modulator of which each token takes the row ``indices[token]``.
 
     Attributes:
@@ -112,8 +112,8 @@ def read_norm(
             break
     else:
         return f"is {an(class_name(module))}"
-    if not is_called and not is_plain(module, known):
-        return why_not_plain(module, known)
+    if not is_called and not is_stock(module, known):
+        return why_not_stock(module, known)
     if known is _MODULATED:
         return read_norm(module._modules.get("norm"), size)
     attributes, parameters = module.__dict__, module._parameters
@@ -182,11 +182,11 @@ def apply_norm(call: Call, owner: Any, name: str, x: Tensor, in_float32: bool = 
 def _operands(
     modulators: Sequence[Modulator],
 ) -> tuple[Sequence[Modulator], dict[str, Any], Sequence[Optional[Tensor]]]:
-    """The modulators with the tables of ``ChosenRows``, the operations' argument ``index``, all tensors."""
+    """The modulators with the tables of ``RowsByToken``, the operations' argument ``index``, all tensors."""
     index: dict[str, Any] = {}
-    if ChosenRows in map(type, modulators):
-        indices = next(m.indices for m in modulators if type(m) is ChosenRows)
-        if all(m is None or (type(m) is ChosenRows and m.indices is indices) for m in modulators):
+    if RowsByToken in map(type, modulators):
+        indices = next(m.indices for m in modulators if type(m) is RowsByToken)
+        if all(m is None or (type(m) is RowsByToken and m.indices is indices) for m in modulators):
             modulators, index = (
                 [None if m is None else m.table for m in modulators],
                 {"index": indices},
@@ -203,7 +203,7 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
     """x of one sample for each sample of the others, modulators or tensors. The operations broadcast only
     modulators."""
     for other in others:
-        if type(other) in (tuple, ChosenRows):  # the embedding of a sum, or the indices
+        if type(other) in (tuple, RowsByToken):  # the embedding of a sum, or the indices
             other = other[1]
         shape: Any = () if other is None else other.shape
         if len(shape) > 1 and shape[0] != 1:
@@ -212,7 +212,7 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
 
 
 def modulator_sum(modulator: Modulator) -> Any:
-    if type(modulator) is ChosenRows:
+    if type(modulator) is RowsByToken:
         return modulator.table[modulator.indices]
     return modulator[0] + modulator[1] if type(modulator) is tuple else modulator
 
@@ -267,7 +267,7 @@ def norm_modulate(
 def chosen_norm_modulate(
     call: Call, owner: Any, name: str, x: Tensor, scale: Modulator, shift: Modulator
 ) -> Tensor:
-    """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``ChosenRows``."""
+    """``norm(x) * (1 + scale) + shift`` by the norm ``owner.name``; the modulators may be ``RowsByToken``."""
     norm = known_norm(call, owner, name, x.shape[-1], Upcasts.NOWHERE)
     return norm_modulate(norm, owner, name, x, (scale, shift), Upcasts.NOWHERE)[0]
 
@@ -380,7 +380,7 @@ def _finished(
     alike = modulators_compatible if upcasts else same_dtype_and_unit_stride
     if (
         branch
-        or type(gate) in (tuple, ChosenRows)
+        or type(gate) in (tuple, RowsByToken)
         or x.x.dtype is not residual.dtype
         or (*x.x.shape[:-1], x.weight.values.shape[0]) != residual.shape
         or not alike(residual, gate)

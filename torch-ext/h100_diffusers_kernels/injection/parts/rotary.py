@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from ...operations import CoordinateRope
-from ...operations.conditions import is_differentiated, is_plain, same_dtype_and_unit_stride
+from ...operations.conditions import is_differentiated, is_plain_tensor, same_dtype_and_unit_stride
 
 
 class CoordinateTables(Sequence):
@@ -105,7 +105,7 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
             and rope.shape == (length, head_dim // 2)
             and rope.device == x.device
             and rope.stride(1) == 1
-            and is_plain(rope)
+            and is_plain_tensor(rope)
             # torch.compile cannot trace this check.
             and (torch.compiler.is_compiling() or not (rope.is_conj() or rope.is_neg()))
             and not is_differentiated(rope)

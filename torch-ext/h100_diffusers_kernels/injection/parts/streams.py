@@ -21,9 +21,9 @@ from ..core.checks import (
     KnownClass,
     class_name,
     has_hooks,
+    is_stock,
     runs_class_forward,
-    is_plain,
-    why_not_plain,
+    why_not_stock,
 )
 from ..core.patch import Call, Injection, PatchSpec, bare_stand_in
 from ..core.quantized_rows import QuantizedRows, as_tensor
@@ -345,14 +345,14 @@ def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
             break
     else:
         return f"is {an(class_name(module))}"
-    if not is_plain(module, known):
-        return why_not_plain(module, known)
+    if not is_stock(module, known):
+        return why_not_stock(module, known)
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "computes its time embedding itself"
     activation = modules.get("silu", modules.get("activation"))
     # Chroma's norms are given their modulation.
-    if len(modules) > 1 and not is_plain(activation, SILU):
+    if len(modules) > 1 and not is_stock(activation, SILU):
         return "has an activation other than SiLU"
     norm = read_norm(modules.get("norm"))
     return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
@@ -437,7 +437,7 @@ def may_run_ahead(layer: Any, x: Tensor) -> bool:
 
 def linear_alone(module: Any, x: Tensor) -> Tensor:
     """The result of a ``torch.nn.Sequential`` of one linear layer."""
-    if is_plain(module, _SEQUENTIAL) and len(module._modules) == 1:
+    if is_stock(module, _SEQUENTIAL) and len(module._modules) == 1:
         (layer,) = module._modules.values()
         return linear(layer, x)
     return module(x)
@@ -448,9 +448,9 @@ def linear_modulation(
 ) -> Tensor | None:
     """The result of a ``torch.nn.Sequential(SiLU, Linear)`` for a time embedding; ``previous_x`` as in
     ``FirstNorms``. Blocks share the SiLU under ``name``."""
-    if is_plain(module, _SEQUENTIAL) and len(module._modules) == 2:
+    if is_stock(module, _SEQUENTIAL) and len(module._modules) == 2:
         activation, layer = module._modules.values()
-        if is_plain(activation, SILU):
+        if is_stock(activation, SILU):
             return linear_of_silu(call, layer, temb, previous_x, name)
     return None if previous_x is not None else module(temb)
 

@@ -25,7 +25,7 @@ from ...operations.conditions import (
     PLAIN_TYPES,
     dtype_name,
     is_differentiated,
-    is_plain,
+    is_plain_tensor,
     kernels_take,
 )
 from ..core import checks
@@ -109,7 +109,7 @@ def _are_operands(weight: Any, values: Any, scale: Any, bias: Any, is_traced: bo
         values.dtype is _FP8
         and scale is not None
         and scale.dtype is torch.float32
-        and (is_plain(values) and is_plain(scale) and is_plain(bias))
+        and (is_plain_tensor(values) and is_plain_tensor(scale) and is_plain_tensor(bias))
         and len(shape) == 2
         and shape[1] % _MULTIPLE == 0
         # diffusers' layer with other sizes computes in 16 bits.
@@ -124,11 +124,11 @@ def _are_operands(weight: Any, values: Any, scale: Any, bias: Any, is_traced: bo
     )
 
 
-def are_plain_linears(*layers: Any) -> bool:
+def are_stock_linears(*layers: Any) -> bool:
     """Whether a call of each layer runs only its library's code, and all have one class."""
     first = layers[0]
     known = _BFL_LINEAR if type(first) is _BFL_LINEAR.cls else LINEAR
-    return checks.is_plain(first, known, *layers[1:])
+    return checks.is_stock(first, known, *layers[1:])
 
 
 def fp8_takes(x: Any) -> bool:
@@ -174,7 +174,7 @@ def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
     known = _BFL_LINEAR if type(layers[0]) is _BFL_LINEAR.cls else LINEAR
-    return weights if checks.is_plain(layers[0], known, *layers[1:]) else None
+    return weights if checks.is_stock(layers[0], known, *layers[1:]) else None
 
 
 def has_plain_weight(layer: Any) -> bool:
@@ -184,7 +184,7 @@ def has_plain_weight(layer: Any) -> bool:
 
 def are_fp8(*layers: Any) -> bool:
     """Whether all are plain FP8 layers."""
-    return None not in map(fp8_weight, layers) and are_plain_linears(*layers)
+    return None not in map(fp8_weight, layers) and are_stock_linears(*layers)
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
