@@ -128,7 +128,7 @@ def _parallel_attention_forward(
         both = torch.cat([attend(), activation(mlp)], dim=-1)
         return linears.linear_per_sample(to_out, both, is_branch)
     # Both results are written into one buffer.
-    size, mlp_size = query.shape[2], mlp.shape[2] // 2
+    size, mlp_size = heads * self.head_dim, mlp.shape[2] // 2
     columns = linears.fp8_columns(to_out, mlp, mlp_size)
     if columns is not None:
         out = attend()

@@ -288,14 +288,14 @@ def _family(
 
 
 _VIDEO, _V15 = f"{_MODELS}hunyuan_video:HunyuanVideo", f"{_MODELS}hunyuan_video15:HunyuanVideo15"
-_FRAMEPACK = f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepack"
+_FRAMEPACK = f"{_MODELS}hunyuan_video_framepack:HunyuanVideoFramepackTransformer3DModel"
 _IMAGE = f"{_MODELS}hunyuanimage:HunyuanImage"
 FAMILIES = (
     _family(
         "HunyuanVideo",
         _VIDEO,
         model_spec(f"{_VIDEO}Transformer3DModel", *TWO_LISTS.blocks, plan=_plan),
-        model_spec(f"{_FRAMEPACK}Transformer3DModel", *TWO_LISTS.blocks),
+        model_spec(_FRAMEPACK, *TWO_LISTS.blocks),
         *_blocks(_REPLACING, "freqs_cis", "token_replace_emb num_tokens", replaces=True),
     ),
     _family(
