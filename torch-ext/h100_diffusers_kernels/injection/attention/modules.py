@@ -547,20 +547,19 @@ def run_attention(
     *,
     form: str = "per_head",
     prepares_mask: bool = False,
-    upcasts: Upcasts = Upcasts.NOWHERE,
     **options: Any,
 ) -> Any:
     """The forward of an attention of x to a context (default: x).
 
-    ``rope``, ``rotate``, ``form``, ``upcasts``: see ``norm_and_rotate``. ``prepares_mask``: whether the
-    processor repeats the mask for the heads, by ``prepare_attention_mask``. ``options``: see ``attend``.
+    ``rope``, ``rotate``, ``form``: see ``norm_and_rotate``. ``prepares_mask``: whether the processor repeats
+    the mask for the heads, by ``prepare_attention_mask``. ``options``: see ``attend``.
     """
     if not inputs_taken(x, context):
         return call.refuse(x, context)
     heads, config = module.heads, context_parallel_of(call, module)
     query, key, value = query_key_value(module, x, context, config=config)
-    how = (rope, rotate, form, heads, "interleaved", upcasts, None, config)
-    query, key = norm_and_rotate(call, module, query, key, *how)
+    how = (rope, rotate, form, heads)
+    query, key = norm_and_rotate(call, module, query, key, *how, config=config)
     expand = None
     if prepares_mask and mask is not None:
 

@@ -338,13 +338,9 @@ def _names(code: CodeType) -> frozenset[str]:
 
 @dataclass(frozen=True, eq=False)
 class ProcessorSpec(PatchSpec):
-    """A class of modules whose forward calls their processor.
-
-    ``dispatches`` is False, so ``library`` may be any module: ``attend`` calls PyTorch's attention.
-    """
+    """A class of modules whose forward calls their processor. ``attend`` calls PyTorch's attention."""
 
     dispatches: ClassVar[bool] = False
-    library: ClassVar[str] = "torch"
 
     def run_own(self, stand_in: StandIn, own: Callable, module: Any, args: Any, kwargs: Any) -> Any:
         run = partial(super().run_own, stand_in, own, module, args, kwargs)
