@@ -49,9 +49,10 @@ def is_native(processor: Any, has_dispatch: bool) -> bool:
     return backend == BACKEND_NAME or (backend == "native" and function is NATIVE.function)
 
 
-def dispatches(spec: Any) -> bool:
-    """Whether the processor calls the dispatch: in an older diffusers it may not."""
-    return spec.dispatches and hasattr(sys.modules[spec.library], "dispatch_attention_fn")
+def dispatch_of(spec: Any) -> Any:
+    """The dispatch that the processor calls, or None if it calls none: in an older diffusers it may not."""
+    library = sys.modules[spec.library] if spec.dispatches else None
+    return getattr(library, "dispatch_attention_fn", None)
 
 
 def why_own_attention(module: Any, has_dispatch: bool) -> str | None:
@@ -91,23 +92,16 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     config = None if found is None else config_of(found)
     if config is None:
         return None
-    spec: Any = call.stand_in.spec
-    has_dispatch = dispatches(spec)
-    is_replaced = (
-        has_dispatch and sys.modules[spec.library].dispatch_attention_fn is not DISPATCH.function
-    )
-    is_ours = is_native(module.processor, has_dispatch) and not is_replaced
-    return config if is_ours else None
+    dispatch = dispatch_of(call.stand_in.spec)
+    is_ours = is_native(module.processor, dispatch is not None)
+    return config if is_ours and dispatch in (None, DISPATCH.function) else None
 
 
 def may_attend(call: Call, module: Any, head_dim: int) -> bool:
     """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
     Counts the reason if not."""
-    spec: Any = call.stand_in.spec
-    library: Any = sys.modules[spec.library] if spec.dispatches else None
-    has_dispatch = hasattr(library, "dispatch_attention_fn")
-    reason = None
-    if not is_native(module.processor, has_dispatch):
+    dispatch, reason = dispatch_of(call.stand_in.spec), None
+    if not is_native(module.processor, dispatch is not None):
         call.leave_attention(USER_BACKEND)
         return False
     if not call.stand_in.injection.options["attention"]:
@@ -116,10 +110,10 @@ def may_attend(call: Call, module: Any, head_dim: int) -> bool:
         reason = why_not_head_dim(head_dim)
     elif torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         reason = "scaled_dot_product_attention was replaced"
-    elif has_dispatch:
+    elif dispatch is not None:
         if NATIVE.function is None:
             reason = "this diffusers version does not expose its backend"
-        elif library.dispatch_attention_fn is not DISPATCH.function:
+        elif dispatch is not DISPATCH.function:
             reason = "dispatch_attention_fn was replaced"
     if reason is not None:
         call.fall_back(f"{OWN_ATTENTION}: {reason}")

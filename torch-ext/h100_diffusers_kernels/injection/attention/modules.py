@@ -7,7 +7,6 @@ are (B, S, H * d), as linear layers return them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,6 @@ from ..parts.linears import (
     QUERY_KEY_VALUE,
     TEXT_QUERY_KEY_VALUE,
     can_write_linear,
-    inputs_taken,
     is_identity,
     linear,
     linear_per_sample,
@@ -51,7 +49,7 @@ from .decision import (
     SDPA,
     context_parallel_of,
     count_own,
-    dispatches,
+    dispatch_of,
     is_native,
     may_attend,
     shared_key_bias,
@@ -138,7 +136,7 @@ class AttentionSpec(PatchSpec):
         """Why the module currently runs its own attention."""
         if not injection.options["attention"]:
             return NOT_WANTED
-        return why_own_attention(module, dispatches(self))
+        return why_own_attention(module, dispatch_of(self) is not None)
 
     def describe(self, module: Any, injection: Injection) -> str:
         is_own = torch.nn.functional.scaled_dot_product_attention is SDPA.function
@@ -161,10 +159,10 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    expand_mask: Callable[[Tensor], Tensor] | None = None,
     *,
     heads: int,
     config: Any = UNREAD,
+    prepares_mask: bool = False,
     key_lengths: Tensor | None = None,
     key_bias: Tensor | None = None,
     is_unbiased: Tensor | None = None,
@@ -180,8 +178,8 @@ def attend(
     those of ``wire_empty``, and the value a function that computes it, while query and key are on their way
     to other ranks.
 
-    ``mask`` is the module's argument. ``expand_mask`` converts it as the processor does, if the processor
-    repeats a mask (B, 1 or Sq, Sk) for the heads. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
+    ``mask`` is the module's argument. ``prepares_mask``: whether the processor repeats a mask (B, 1 or Sq,
+    Sk) for the heads, by ``prepare_attention_mask``. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
     equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
     (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
     processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
@@ -196,13 +194,15 @@ def attend(
             raise ValueError(
                 "context parallelism: a mask for some queries only cannot be split between ranks"
             )
-        key_bias = _bias_of_keys(call, key, mask, expand_mask, key_lengths, key_bias)
+        if prepares_mask and mask is not None and mask.dtype == torch.bool:
+            mask, prepares_mask = _prepared_mask(module, mask, key, heads), False
+        key_bias = _bias_of_keys(call, key, mask, prepares_mask, key_lengths, key_bias)
         result = _attend_in_parallel(call, module, config, query, key, value, key_bias, heads, out)
         return _gate_and_add(result, gate, addend, heads)
     if may_attend(call, module, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
             if mask is not None and key_lengths is None and key_bias is None:
-                key_bias = shared_key_bias(call, mask, key, expand_mask is not None)
+                key_bias = shared_key_bias(call, mask, key, prepares_mask)
             if mask is None or key_bias is not None or key_lengths is not None:
                 how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 how.update(heads=heads, out=out)
@@ -227,27 +227,25 @@ def attend(
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
         else:
             count_own(call, query, key, value)
-    spec: Any = call.stand_in.spec
-    processor = module.processor
-    if mask is not None and expand_mask is not None:
+    processor, dispatch = module.processor, dispatch_of(call.stand_in.spec)
+    if mask is not None and prepares_mask:
         # PyTorch's attention broadcasts over the heads by itself.
         is_broadcast = mask.dim() == 3 and mask.shape[::2] == key.shape[:2]
-        if is_broadcast and is_native(processor, dispatches(spec)):
+        if is_broadcast and is_native(processor, dispatch is not None):
             mask = mask.unsqueeze(1)
         else:
-            mask = expand_mask(mask)
+            mask = _prepared_mask(module, mask, key, heads)
     dtype = query.dtype
     head_dim = query.shape[2] // heads
     query, key, value = (x.unflatten(2, (-1, head_dim)) for x in (query, key, value))
     if key.shape[2] != heads:
         repeats = heads // int(key.shape[2])  # torch.jit.trace has tensors as sizes
         key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    if dispatches(spec):
+    if dispatch is not None:
         chosen: Any = {
             "backend": getattr(processor, "_attention_backend", None),
             "parallel_config": getattr(processor, "_parallel_config", None),
         }
-        dispatch = sys.modules[spec.library].dispatch_attention_fn
         result = dispatch(query, key, value, attn_mask=mask, **{**chosen, **options})
     else:
         result = sdpa_of_tokens(query, key, value, mask, **options)
@@ -258,6 +256,12 @@ def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: 
     if gate is not None:
         x = (x.unflatten(2, (heads, -1)) * gate.unsqueeze(-1)).flatten(2)
     return x if addend is None else gated_residual(addend, x, None)
+
+
+def _prepared_mask(module: Any, mask: Tensor, key: Tensor, heads: int) -> Tensor:
+    """The mask (B, H, 1 or Sq, Sk) as the processor makes it."""
+    mask = module.prepare_attention_mask(mask, key.shape[1], key.shape[0])
+    return mask.view(key.shape[0], heads, -1, mask.shape[-1])
 
 
 def _attend_in_parallel(
@@ -294,7 +298,7 @@ def _attend_in_parallel(
 
 
 def _bias_of_keys(
-    call: Call, key: Tensor, mask: Any, expand_mask: Any, lengths: Any, bias: Any
+    call: Call, key: Tensor, mask: Any, is_repeated: bool, lengths: Any, bias: Any
 ) -> Tensor | None:
     """The masks of ``attend`` as a bias (B, Sk)."""
     if bias is not None or (lengths is None and mask is None):
@@ -302,9 +306,7 @@ def _bias_of_keys(
     if lengths is not None:
         valid = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
         return valid.to(torch.float32).log_()
-    if expand_mask is not None and mask.dtype == torch.bool:
-        mask, expand_mask = expand_mask(mask), None
-    found = shared_key_bias(call, mask, key, expand_mask is not None)
+    found = shared_key_bias(call, mask, key, is_repeated)
     if found is None:
         raise ValueError(
             "context parallelism: a mask that differs between queries or heads, or is not of this rank's "
@@ -415,22 +417,30 @@ def norm_and_rotate(
     rotate: Callable[[Tensor, Any], Tensor],
     form: str,
     heads: int,
+    *,
     layout: str = "interleaved",
     upcasts: Upcasts = Upcasts.NOWHERE,
     key_rope: Any = None,
     config: Any = None,
     names: tuple[str, str] = _IMAGE[1],
     norms_in_float32: bool = False,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Query and key (B, S, H * d), normalized, and rotated by ``rope`` if given, the key by ``key_rope`` if
     that is given, too. With ``config``, the context parallelism of ``attend``, those of self-attention may be
     those of ``wire_empty``.
 
     ``rotate`` is the model's own rotation. It takes (B, S, H, d) if per head, otherwise (B, S, H * d).
-    ``layout``: of the pairs that it rotates. ``upcasts``: see ``norms.Upcasts``, the rotation included.
-    ``norms_in_float32``: see ``apply_norm``. Without a rotation per head, query and key may have different
-    lengths.
+    ``form``: "per_head", "across_heads", or "part_of_head" if the tables (S, r) rotate the first r elements
+    of each head. ``layout``: of the pairs. ``upcasts``: see ``norms.Upcasts``, the rotation included.
+    ``norms_in_float32``: see ``apply_norm``. ``keeps_dtype``: whether the results have the query's dtype even
+    if the norms or tables are float32. Without a rotation per head, query and key may have different lengths.
     """
+    if form == "part_of_head":
+        both = _norm_and_rotate_part(call, module, query, key, rope, heads, names, layout)
+        if both is not None:
+            return both
+        form = "per_head"
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand, key_operand = form == "per_head", None, None
@@ -474,40 +484,67 @@ def norm_and_rotate(
         query, key = operations.qk_norm_rope(query, key, norm="none", **how)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
-    if upcasts is Upcasts.TO_NEXT_LINEAR:
+    if keeps_dtype or upcasts is Upcasts.TO_NEXT_LINEAR:
         query, key = query.to(dtype), key.to(dtype)
     return (query.flatten(2), key.flatten(2)) if per_head else (query, key)
 
 
-def norm_and_rotate_part(
+def _norm_and_rotate_part(
     call: Call,
     module: Any,
     query: Tensor,
     key: Tensor,
     rope: Any,
-    rotate: Callable[[Tensor, Any], Tensor],
     heads: int,
-    norms_in_float32: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """``norm_and_rotate`` per head, by tables (cos, sin), each (S, r), of the first r elements of each head,
-    the two halves of which are pairs; ``rope`` may be None."""
+    names: tuple[str, str],
+    layout: str,
+) -> tuple[Tensor, Tensor] | None:
+    """``norm_and_rotate`` of the first elements of each head, or None if the kernel does not take them."""
     size, head_dim = 0 if rope is None else rope[0].shape[-1], query.shape[2] // heads
-    if 0 < size < head_dim and query.shape == key.shape and may_write():
-        operand = rope_operand(rope, query[..., : heads * size], heads, True)
-        options = _norm_options(call, module, _IMAGE[1], query, key, heads, "per_head")
-        if (
-            operand is not None
-            and options is not None
-            and options["norm"] != "none"  # otherwise a layer's own result would be written
-            and not is_differentiated(query, key, *operand, *options.values())
-        ):
-            query, key = operations.qk_norm_rope(query, key, heads=heads, **options)
-            q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
-            how: Any = {"heads": heads, "norm": "none", "layout": "half", "inplace": True}
-            operations.qk_norm_rope(q, k, rope=operand, **how)
-            return query, key
-    how = {"layout": "half", "norms_in_float32": norms_in_float32}
-    return norm_and_rotate(call, module, query, key, rope, rotate, "per_head", heads, **how)
+    if not (0 < size < head_dim and query.shape == key.shape and may_write()):
+        return None
+    operand = rope_operand(rope, query[..., : heads * size], heads, True)
+    options = _norm_options(call, module, names, query, key, heads, "per_head")
+    if (
+        operand is None
+        or options is None
+        or options["norm"] == "none"  # a layer's own result would be written
+        or is_differentiated(query, key, *operand, *options.values())
+    ):
+        return None
+    query, key = operations.qk_norm_rope(query, key, heads=heads, **options)
+    q, k = (x.unflatten(2, (heads, head_dim))[..., :size] for x in (query, key))
+    options = {"rope": operand, "heads": heads, "norm": "none", "layout": layout}
+    operations.qk_norm_rope(q, k, **options, inplace=True)
+    return query, key
+
+
+def project_and_rotate(
+    call: Call,
+    module: Any,
+    x: Any,
+    context: Any,
+    rope: Any,
+    rotate: Any,
+    form: str = "per_head",
+    *,
+    head_dim: int | None = None,
+    config: Any = None,
+    projected: Sequence[Tensor] | None = None,
+    layers: tuple[str, str, str] = _IMAGE[0],
+    **options: Any,
+) -> tuple[Tensor, Tensor, Any]:
+    """Query of x, and key and value of the context (default: x); query and key after ``norm_and_rotate``.
+
+    ``head_dim``: by default the query has the module's number of heads. ``projected``: the three, if fused
+    layers computed them. ``config``, ``layers``: see ``query_key_value``. ``options``: see
+    ``norm_and_rotate``.
+    """
+    query, key, value = projected or query_key_value(module, x, context, layers, config)
+    heads = module.heads if head_dim is None else query.shape[2] // head_dim
+    operands = (query, key, rope, rotate, form, heads)
+    query, key = norm_and_rotate(call, module, *operands, config=config, **options)
+    return query, key, value
 
 
 def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
@@ -532,8 +569,9 @@ def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
 
 
 def project_text_out(module: Any, c: Tensor, source: Any) -> Any:
-    """The output projection of the text, as ``project_out`` for the image."""
-    return linear_per_sample(module._modules["to_add_out"], c, type(source) is QuantizedRows)
+    """The output projection of the text, if it has one, as ``project_out`` for the image."""
+    layer = module._modules.get("to_add_out")
+    return c if layer is None else linear_per_sample(layer, c, type(source) is QuantizedRows)
 
 
 def run_attention(
@@ -544,31 +582,20 @@ def run_attention(
     rope: Any,
     rotate: Any,
     mask: Tensor | None,
-    *,
-    form: str = "per_head",
-    prepares_mask: bool = False,
+    attend_options: dict[str, Any],
     **options: Any,
 ) -> Any:
     """The forward of an attention of x to a context (default: x).
 
-    ``rope``, ``rotate``, ``form``: see ``norm_and_rotate``. ``prepares_mask``: whether the processor repeats
-    the mask for the heads, by ``prepare_attention_mask``. ``options``: see ``attend``.
+    ``attend_options``: see ``attend``. ``options``: see ``project_and_rotate``.
     """
-    if not inputs_taken(x, context):
-        return call.refuse(x, context)
-    heads, config = module.heads, context_parallel_of(call, module)
-    query, key, value = query_key_value(module, x, context, config=config)
-    how = (rope, rotate, form, heads)
-    query, key = norm_and_rotate(call, module, query, key, *how, config=config)
-    expand = None
-    if prepares_mask and mask is not None:
-
-        def expand(mask: Tensor) -> Tensor:
-            mask = module.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-            return mask.view(key.shape[0], heads, -1, mask.shape[-1])
-
-    arguments = (call, module, query, key, value, mask, expand)
-    return project_out(module, attend(*arguments, heads=heads, config=config, **options), x)
+    if not call.takes(x, context):
+        return NotImplemented
+    config = context_parallel_of(call, module)
+    operands = (call, module, x, context, rope, rotate)
+    query, key, value = project_and_rotate(*operands, config=config, **options)
+    attend_options = {"heads": module.heads, "config": config, **attend_options}
+    return project_out(module, attend(call, module, query, key, value, mask, **attend_options), x)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -737,13 +764,36 @@ def attend_to_all(
     return attend(call, module, query, key, value, mask, heads=heads, **options)
 
 
-def attend_jointly(
-    call: Call, module: Any, streams: list[Projections], *arguments: Any, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """``attend_to_all`` of two streams, split into the result of each, (B, S1 or S2, H * d)."""
+def run_joint_attention(
+    call: Call,
+    module: Any,
+    x: Any,
+    c: Any,
+    ropes: tuple[Any, Any],
+    rotate: Any,
+    mask: Tensor | None = None,
+    *,
+    is_text_first: bool = False,
+    text_padding: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The forward of an attention over image x and text c: the results of both.
+
+    ``ropes``: those of x and c. ``is_text_first``: whether the text is the first of all tokens, as in the
+    mask. ``text_padding``: (B, T, 1), which tokens of the text get zeros. ``options``: see ``attend_to_all``.
+    """
+    if not call.takes(x, c):
+        return NotImplemented
+    streams = project(call, module, x, c, *ropes)
+    if is_text_first:
+        streams.reverse()
     length = streams[0].query.shape[1]
-    out = attend_to_all(call, module, streams, *arguments, **options)
-    return out[:, :length], out[:, length:]
+    out = attend_to_all(call, module, streams, rotate, mask, **options)
+    each = [out[:, :length], out[:, length:]]
+    x_out, c_out = reversed(each) if is_text_first else each
+    if text_padding is not None:
+        c_out = c_out.masked_fill(text_padding, 0)
+    return project_out(module, x_out, x), project_text_out(module, c_out, c)
 
 
 def forward_with_tables(
@@ -765,22 +815,20 @@ def forward_with_tables(
         self.added_kv_proj_dim is None
     ):
         return NotImplemented
-    if not inputs_taken(x, c):
-        return call.refuse(x, c)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)
     if c is None:
+        if not call.takes(x):
+            return NotImplemented
         streams = project(call, self, x, None, rope, None)
         return attend_to_all(call, self, streams, rotate, attention_mask, **options)
     ropes = None
     if rope is not None:
         split = partial(split_tables, first=c.shape[1], second=x.shape[1])
         ropes = call.shared(("tables", c.shape[1], x.shape[1]), rope, split)
-    text_rope, image_rope = ropes or (None, None)
-    streams = project(call, self, x, c, image_rope, text_rope)[::-1]
-    options = {**options, "mask": attention_mask, "joint_rope": None if ropes else rope}
-    text_out, image_out = attend_jointly(call, self, streams, rotate, **options)
-    return project_out(self, image_out, x), project_text_out(self, text_out, c)
+    options = {"is_text_first": True, "joint_rope": None if ropes else rope, **options}
+    ropes = ropes[::-1] if ropes else (None, None)
+    return run_joint_attention(call, self, x, c, ropes, rotate, attention_mask, **options)
 
 
 flux_attention_spec = partial(

@@ -21,7 +21,7 @@ from typing import Any, Callable, ClassVar, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from ...operations.conditions import why_not_taken
+from ...operations.conditions import kernels_take, why_not_taken
 from .checks import (
     CALL_IMPL,
     GLOBAL_HOOKS,
@@ -34,7 +34,7 @@ from .checks import (
     runs_class_forward,
     why_intercepted,
 )
-from .quantized_rows import as_tensor
+from .quantized_rows import QuantizedRows, as_tensor
 from .report import OWN_ATTENTION, InjectionReport
 
 _function_modes = torch._C._len_torch_function_stack
@@ -207,9 +207,20 @@ class Call:
             self.fall_back(reason)
         return NotImplemented
 
-    def refuse(self, x: Tensor, *others: Tensor | None) -> Any:
-        """``decline`` with the reason why the kernels do not take these tensors."""
-        return self.decline(why_not_taken(*map(as_tensor, (x, *others))))
+    def takes(self, *inputs: Any) -> bool:
+        """Whether the kernels take the call's inputs, tensors of which some may be quantized or None. Counts
+        the reason if not."""
+        if QuantizedRows not in map(type, inputs):
+            are_taken = kernels_take(*inputs)
+        else:
+            given = [each for each in inputs if each is not None]
+            tensors = [each for each in given if type(each) is not QuantizedRows]
+            are_alike = all(each.dtype is given[0].dtype for each in given)
+            are_taken = are_alike and (not tensors or kernels_take(*tensors))
+        if are_taken:
+            return True
+        self.fall_back(why_not_taken(*map(as_tensor, inputs)))
+        return False
 
     def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The class's own forward."""

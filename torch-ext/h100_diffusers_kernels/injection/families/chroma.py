@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import is_differentiated, kernels_take
+from ...operations.conditions import is_differentiated
 from ..attention import modules as attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
-from ..parts import joint_blocks
+from ..parts import blocks
 from ..parts.embeddings import TIMESTEPS, axial_positions
 from ..parts.linears import LINEAR_GELU
 from ..parts.streams import ADAPTIVE, BlockSpec, adaptive_norm
@@ -48,10 +48,10 @@ def _first_norm(call: Call, block, previous_x, temb, *, first, last, **options) 
 
 
 _DOUBLE = (
-    partial(_first_norm, name="norm1", first=0, last=6, readers=joint_blocks.IMAGE_READERS),
-    partial(_first_norm, name="norm1_context", first=6, last=12, readers=joint_blocks.TEXT_READERS),
+    partial(_first_norm, name="norm1", first=0, last=6, readers=blocks.IMAGE_READERS),
+    partial(_first_norm, name="norm1_context", first=6, last=12, readers=blocks.TEXT_READERS),
 )
-_SINGLE = (partial(_first_norm, name="norm", first=0, last=3, readers=joint_blocks.SINGLE_READERS),)
+_SINGLE = (partial(_first_norm, name="norm", first=0, last=3, readers=blocks.SINGLE_READERS),)
 
 
 def _double_block_forward(
@@ -65,13 +65,13 @@ def _double_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     if call.state is not None:
         call.state.text_length = c.shape[1]
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     more["attention_mask"] = _product(call, attention_mask)
-    return joint_blocks.double_block(call, self, _DOUBLE, (x, c), (temb,), **more)[::-1]
+    return blocks.double_block(call, self, _DOUBLE, (x, c), (temb,), **more)[::-1]
 
 
 def _single_block_forward(
@@ -84,15 +84,15 @@ def _single_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> Tensor:
     x = hidden_states
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
 
     def attend(n: Any) -> Tensor:
         mask = _product(call, attention_mask)
         return self._modules["attn"](hidden_states=n, attention_mask=mask, **more)
 
-    return joint_blocks.single_block(call, self, _SINGLE, (x,), (temb,), attend, hands_over=False)
+    return blocks.single_block(call, self, _SINGLE, (x,), (temb,), attend, hands_over=False)
 
 
 def _product(call: Call, mask: Tensor | None) -> Tensor | None:

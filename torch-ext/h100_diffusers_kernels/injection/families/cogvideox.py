@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
@@ -84,8 +83,8 @@ def _block_forward(
     attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     both: list[Any] = []  # of the next block
 
     def of_video(call: Call, block: Any, previous_x: Tensor, temb: Tensor) -> Any:
@@ -129,8 +128,8 @@ def _attention_forward(
     x, c, rope = hidden_states, encoder_hidden_states, kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
-    if not linears.inputs_taken(x, c):
-        return call.refuse(x, c)
+    if not call.takes(x, c):
+        return NotImplemented
     norms = ("", "") if norm_notes(self, _QK_NORMS) else _QK_NORMS  # no names: applied here
     length, modules = c.shape[1], self._modules
     to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]

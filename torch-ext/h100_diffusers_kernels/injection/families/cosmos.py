@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
@@ -86,8 +85,8 @@ def _block_forward(
     block_idx: int | None = None,
 ) -> Any:
     x, conditions, modules = hidden_states.contiguous(), (embedded_timestep, temb), self._modules
-    if not kernels_take(x, *conditions, extra_pos_emb, controlnet_residual):
-        return call.refuse(x, *conditions, extra_pos_emb, controlnet_residual)
+    if not call.takes(x, *conditions, extra_pos_emb, controlnet_residual):
+        return NotImplemented
     if self.before_proj is not None:
         x = linears.linear(self.before_proj, x) + latents
     (s,) = streams.start(call, self, (_FIRST,), (x,), conditions, addend=extra_pos_emb)
@@ -112,22 +111,23 @@ def _attention_forward(
         return NotImplemented
     if isinstance(c, tuple):
         (c, image), (mask, image_mask) = c, mask or (None, None)
-    if not linears.inputs_taken(x, c, image):
-        return call.refuse(x, c, image)
+    if not call.takes(x, c, image):
+        return NotImplemented
     rotate = partial(call.stand_in.functions[1].function, use_real_unbind_dim=-2, sequence_dim=1)
-    rotation = (rotate, "per_head", self.heads, "half")
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    query, key, value = attention.query_key_value(self, x, c)
-    query, key = attention.norm_and_rotate(call, self, query, key, rope, *rotation)
+    operands = (call, self, x, c, rope, rotate)
+    query, key, value = attention.project_and_rotate(*operands, layout="half")
     out = attention.attend(call, self, query, key, value, mask, **options)
     if image is not None:
         image = image.reshape(x.shape[0], -1, image.shape[2])  # as the model does with heads
-        query, key, value = attention.query_key_value(self, x, image, ("q_img", "k_img", "v_img"))
-        norms = ("q_img_norm", "k_img_norm")
-        operands = (query, key, None, *rotation)
-        query, key = attention.norm_and_rotate(call, self, *operands, names=norms)
+        operands = (call, self, x, image, None, rotate)
+        query, key, value = attention.project_and_rotate(*operands, **_OF_IMAGE)
         out = attention.attend(call, self, query, key, value, image_mask, addend=out, **options)
-    return attention.project_out(self, out)
+    return attention.project_out(self, out, x)
+
+
+# The layers and norms of attention to an image.
+_OF_IMAGE: Any = {"layers": ("q_img", "k_img", "v_img"), "names": ("q_img_norm", "k_img_norm")}
 
 
 def _attention(path: str, processor: str) -> attention.AttentionSpec:

@@ -24,8 +24,8 @@ from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows
 from ..parts import linears, streams
+from ..parts.blocks import IMAGE_READERS, TEXT_READERS, double_block
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import clip_to_float16
 from ..quantized.fp8_linears import computed
@@ -66,8 +66,8 @@ def _double_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod_img, temb_mod_txt)
-    if not kernels_take(x, c, *conditions):
-        return call.refuse(x, c, *conditions)
+    if not call.takes(x, c, *conditions):
+        return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     return double_block(call, self, _DOUBLE, (x, c), conditions, **more)[::-1]
 
@@ -84,8 +84,8 @@ def _single_block_forward(
     text_seq_len: int | None = None,
 ) -> Any:
     x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb_mod):
-        return call.refuse(x, c, temb_mod)
+    if not call.takes(x, c, temb_mod):
+        return NotImplemented
     if c is not None:
         text_seq_len = c.shape[1]
         x = torch.cat([c, x], dim=1)
@@ -101,8 +101,8 @@ def _parallel_attention_forward(
 ) -> Tensor:
     if kwargs:
         return NotImplemented
-    if not linears.inputs_taken(hidden_states):
-        return call.refuse(hidden_states)
+    if not call.takes(hidden_states):
+        return NotImplemented
     packed = linears.linear(self._modules["to_qkv_mlp_proj"], hidden_states)
     # In proportion, because tensor parallelism leaves each rank a part of both.
     size, mlp_size = 3 * self.inner_dim, self.mlp_hidden_dim * self.mlp_mult_factor

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts import linears
+from ..parts.blocks import IMAGE_READERS
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import IMAGE_READERS
 from ..parts.norm_modules import norm_and_modulate
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, concat_streams, end, plain_norm, start
+from ..quantized.fp8_linears import computed
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
@@ -53,8 +53,8 @@ _BOTH = (*_IMAGE, partial(_first_norm, i=1))
 
 def _mode_block_forward(self: Any, call: Call, hidden_states, temb_mod, image_rotary_emb) -> Tensor:
     x = hidden_states
-    if not kernels_take(x, temb_mod):
-        return call.refuse(x, temb_mod)
+    if not call.takes(x, temb_mod):
+        return NotImplemented
     (s,) = start(call, self, _IMAGE, (x,), (temb_mod,))
     attention_out, out = _attention_and_feed_forward(self, s.n, image_rotary_emb)
     s.add(attention_out, s.rows[2], addend=out)
@@ -65,8 +65,8 @@ def _single_block_forward(
     self, call, hidden_states, encoder_hidden_states, temb_mod, temb_mod_context, image_rotary_emb
 ) -> tuple[Tensor, Tensor]:
     x, c, conditions = hidden_states, encoder_hidden_states, (temb_mod, temb_mod_context)
-    if not kernels_take(x, c, *conditions):
-        return call.refuse(x, c, *conditions)
+    if not call.takes(x, c, *conditions):
+        return NotImplemented
     image, text = start(call, self, _BOTH, (x, c), conditions)
     n, length = concat_streams(call, text.n, image.n), c.shape[1]
     attention_out, out = _attention_and_feed_forward(self, n, image_rotary_emb)
@@ -77,25 +77,19 @@ def _single_block_forward(
 
 def _attention_and_feed_forward(block: Any, n: Any, rope: Any) -> tuple[Tensor, Tensor]:
     modules = block._modules
-    attention_out = modules["attn"](hidden_states=n, image_rotary_emb=rope)
+    attention_out = computed(modules["attn"](hidden_states=n, image_rotary_emb=rope))
     return attention_out, linears.feed_forward(modules["ff"], n)
 
 
 def _attention_forward(
     self: Any, call: Call, hidden_states, attention_mask=None, image_rotary_emb=None
 ) -> Tensor:
-    if not linears.inputs_taken(hidden_states):
-        return call.refuse(hidden_states)
-    rotation, project = (known.function for known in call.stand_in.functions[1:])
-    if self.fused_projections:
-        query, key, value = project(self, hidden_states)
-    else:
-        query, key, value = attention.query_key_value(self, hidden_states, None)
-    rotate, upcasts = partial(rotation, sequence_dim=1), Upcasts.TO_NEXT_LINEAR
-    how = (image_rotary_emb, rotate, "per_head", self.heads, "interleaved", upcasts)
-    query, key = attention.norm_and_rotate(call, self, query, key, *how)
-    out = attention.attend(call, self, query, key, value, attention_mask, heads=self.heads)
-    return attention.project_out(self, out)
+    rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
+    operands = (hidden_states, None, image_rotary_emb, rotate, attention_mask)
+    options: Any = {"upcasts": Upcasts.TO_NEXT_LINEAR}
+    if self.fused_projections and call.takes(hidden_states):
+        options["projected"] = call.stand_in.functions[-1].function(self, hidden_states)
+    return attention.run_attention(call, self, *operands, {}, **options)
 
 
 def _one_row(temb: Tensor) -> Tensor:

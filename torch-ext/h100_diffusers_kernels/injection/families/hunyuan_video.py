@@ -23,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parallel.exchange import mask_of_rank
 from ..parallel.plans import two_streams
-from ..parts import joint_blocks, streams
+from ..parts import blocks, streams
 from ..parts.embeddings import TIMESTEPS
-from ..parts.linears import LINEAR_GELU, feed_forward, inputs_taken
+from ..parts.linears import LINEAR_GELU, feed_forward
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import RowsByToken
 from ..parts.streams import ADAPTIVE, BlockSpec
@@ -49,8 +48,8 @@ def _attention_forward(
     rope = kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
         return NotImplemented
-    if not inputs_taken(x, c):
-        return call.refuse(x, c)
+    if not call.takes(x, c):
+        return NotImplemented
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     length, mask = x.shape[1], attention_mask
     options: dict[str, Any] = {}
@@ -66,12 +65,11 @@ def _attention_forward(
             shape = x.shape[0], length + c.shape[1]
             options = attention.key_lengths_of(call, attention_mask, mask, *shape)
     if modules.get("add_q_proj") is not None:
-        both = attention.project(call, self, x, c, rope, None)
-        out, c_out = attention.attend_jointly(call, self, both, rotate, mask, **options)
         if spec.masks_text and mask is not None:
             of_padding = call.shared("padding", mask, lambda m: ~m[:, 0, 0, length:, None])
-            c_out = c_out.masked_fill(of_padding, 0)
-        return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
+            options["text_padding"] = of_padding
+        operands = (x, c, (rope, None), rotate, mask)
+        return attention.run_joint_attention(call, self, *operands, **options)
     if rope is not None:
         rope = call.shared(("tables", c.shape[1]), rope, partial(_extended, count=c.shape[1]))
     both = attention.project(call, self, streams.concat_streams(call, x, c), None, rope, None)
@@ -133,7 +131,7 @@ def _block_forward(
     """``replaces``: whether the first ``num_tokens`` take the modulation of the second embedding."""
     x, c, length = hidden_states, encoder_hidden_states, hidden_states.shape[1]
     conditions: tuple[Any, ...] = (temb,)
-    first_norms: Any = joint_blocks.DOUBLE_NORMS if is_double else joint_blocks.SINGLE_NORMS
+    first_norms: Any = blocks.DOUBLE_NORMS if is_double else blocks.SINGLE_NORMS
     if replaces:
         if token_replace_emb is None or num_tokens is None:
             return NotImplemented
@@ -143,29 +141,29 @@ def _block_forward(
         first_norms = (first_norm, _text_norm) if is_double else (first_norm,)
     if is_double:
         x = x.contiguous()  # the first block gets the transposed result of a convolution
-    if not kernels_take(x, c, *conditions[:2]):
-        return call.refuse(x, c, *conditions[:2])
+    if not call.takes(x, c, *conditions[:2]):
+        return NotImplemented
     if call.state is not None:
         call.state.block_mask = attention_mask
     rope = image_rotary_emb if freqs_cis is None else freqs_cis
     options = {"attention_mask": attention_mask, "image_rotary_emb": rope}
     arguments = (call, self, first_norms, (x, c), conditions)
     if is_double:
-        return joint_blocks.double_block(*arguments, clips=False, **options)
+        return blocks.double_block(*arguments, clips=False, **options)
 
     def attend(n: Any) -> Tensor:
         both = {"hidden_states": n[:, :length], "encoder_hidden_states": n[:, length:]}
         return streams.concat_streams(call, *self._modules["attn"](**both, **options))
 
-    return joint_blocks.single_block(*arguments, attend, clips=False)
+    return blocks.single_block(*arguments, attend, clips=False)
 
 
 def _refiner_block_forward(
     self: Any, call: Call, hidden_states: Tensor, temb: Tensor, attention_mask: Any = None
 ) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     s = streams.Stream(call, self, x)
     options = {"encoder_hidden_states": None, "attention_mask": attention_mask}
     out = modules["attn"](hidden_states=s.norm("norm1"), **options)
@@ -231,7 +229,7 @@ def _indices(temb: Tensor, first: int, length: int) -> Tensor:
 
 
 def _text_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor, *_: Any) -> Any:
-    return joint_blocks.DOUBLE_NORMS[1](call, block, previous_x, temb)
+    return blocks.DOUBLE_NORMS[1](call, block, previous_x, temb)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...operations.conditions import kernels_take
-from ..attention.modules import AttentionSpec, attend, norm_and_rotate, query_key_value
+from ..attention.modules import AttentionSpec, attend, project_and_rotate
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import linears
@@ -43,8 +42,8 @@ def _block_forward(
     self: Any, call: Call, hidden_states, temb, image_rotary_emb, attention_mask=None
 ) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
     _, _, gate, scale, shift, gate_mlp = s.rows
     options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
@@ -55,8 +54,8 @@ def _block_forward(
 
 def _text_block_forward(self: Any, call: Call, hidden_states, attention_mask=None) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     (s,) = start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
     s.add(modules["attn"](s.n, attention_mask=attention_mask))
     s.add(modules["ff"](s.norm("norm2", readers=_FF_READERS)))
@@ -69,12 +68,12 @@ def _attention_forward(
     x, to_gate, to_out = hidden_states, self._modules["to_gate"], self._modules["to_out"]
     if kwargs:
         return NotImplemented
-    if not linears.inputs_taken(x):
-        return call.refuse(x)
-    query, key, value = query_key_value(self, x, None)
+    if not call.takes(x):
+        return NotImplemented
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    how = (image_rotary_emb, rotate, "per_head", self.num_heads, "interleaved", Upcasts.IN_NORMS)
-    query, key = norm_and_rotate(call, self, query, key, *how)
+    options: Any = {"head_dim": self.head_dim, "upcasts": Upcasts.IN_NORMS}
+    operands = (call, self, x, None, image_rotary_emb, rotate)
+    query, key, value = project_and_rotate(*operands, **options)
     run = partial(attend, call, self, query, key, value, attention_mask, heads=self.num_heads)
     weights = linears.weights_of_products(call, x, to_gate)
     if weights is None or query.dtype is not x.dtype:
@@ -97,8 +96,8 @@ def _feed_forward_forward(self: Any, call: Call, hidden_states: Tensor) -> Tenso
 
 def _final_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     x = hidden_states
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     scale, shift = (temb + self.scale_shift_table).chunk(2, dim=1)
     n = norm_and_modulate(call, self, "norm", x, scale, shift, Upcasts.IN_NORMS)
     return linears.linear(self._modules["linear"], n)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..attention.modules import flux_attention_spec
 from ..core.forward_state import Family, model_spec
+from ..parts.blocks import double_spec, single_spec
 from ..parts.embeddings import TIMESTEPS, axial_positions
-from ..parts.joint_blocks import double_spec, single_spec
 from ..parts.linears import LINEAR_GELU
 from ..parts.norm_modules import OUTPUT_NORM
 from ..quantized.precision import TWO_LISTS

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...operations import CoordinateRope
-from ...operations.conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ...operations.conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from ..attention import modules as attention
 from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
@@ -49,8 +49,8 @@ def _block_forward(
     encoder_attention_mask: Tensor | None = None,
 ) -> Tensor:
     x, c, modules = hidden_states, encoder_hidden_states, self._modules
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     options = {"encoder_hidden_states": None, "image_rotary_emb": image_rotary_emb}
@@ -75,8 +75,8 @@ def _attention_forward(
         return NotImplemented
     rotate = call.stand_in.functions[1].function
     operands = (hidden_states, encoder_hidden_states, image_rotary_emb, rotate, attention_mask)
-    options: Any = {"form": "across_heads", "prepares_mask": True}
-    return attention.run_attention(call, self, *operands, **options, dropout_p=0.0, is_causal=False)
+    options: Any = {"prepares_mask": True, "dropout_p": 0.0, "is_causal": False}
+    return attention.run_attention(call, self, *operands, options, form="across_heads")
 
 
 def _rope_forward(
@@ -95,7 +95,7 @@ def _rope_forward(
     the tables), and autograd, for which each block would have to save its own.
     """
     if not kernels_run_on(hidden_states):
-        return call.refuse(hidden_states)
+        return call.decline(why_not_taken(hidden_states))
     is_double = video_coords is not None and video_coords.dtype == torch.float64
     if is_double or tracks_derivatives() or is_wrapped(self):
         return NotImplemented

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...operations import CoordinateRope
-from ...operations.conditions import kernels_run_on, kernels_take, tracks_derivatives
+from ...operations.conditions import kernels_run_on, tracks_derivatives, why_not_taken
 from ..attention import modules as attention
 from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
@@ -118,8 +118,8 @@ def _block_forward(
     all_perturbed: Any = None,
 ) -> tuple[Tensor, Tensor]:
     x, audio, conditions = hidden_states, audio_hidden_states, (temb, temb_audio)
-    if not kernels_take(x, audio, *conditions):
-        return call.refuse(x, audio, *conditions)
+    if not call.takes(x, audio, *conditions):
+        return NotImplemented
     if use_a2v_cross_attention != use_v2a_cross_attention:
         return call.decline("only one of its streams attends to the other")
     modules = self._modules
@@ -200,8 +200,8 @@ def _attention_forward(
     is_perturbed = perturbation_mask is not None or all_perturbed is not None
     if kwargs or (is_perturbed and not spec.is_other(self)):
         return NotImplemented
-    if not linears.inputs_taken(x, c):
-        return call.refuse(x, c)
+    if not call.takes(x, c):
+        return NotImplemented
     if isinstance(all_perturbed, Tensor):
         # Its value on the GPU is not read: the mask selects the values then.
         all_perturbed = not all_perturbed.is_cuda and bool(all_perturbed)
@@ -212,27 +212,21 @@ def _attention_forward(
         out = linears.linear(modules["to_v"], x if c is None else c)
     else:
         config = attention.context_parallel_of(call, self) if perturbation_mask is None else None
-        query, key, value = attention.query_key_value(self, x, c, config=config)
         is_split = self.rope_type == "split"
         rotate = call.stand_in.functions[2 if is_split else 1].function
         ropes = (query_rotary_emb, key_rotary_emb)
         if config is not None:
             of_key = x if c is None else c
             ropes = _of_rank(call, config, x, ropes[0]), _of_rank(call, config, of_key, ropes[1])
-        operands = (query, key, ropes[0], rotate, "across_heads", self.heads)
+        operands = (call, self, x, c, ropes[0], rotate, "across_heads")
         layout = "half" if is_split else "interleaved"
         options: dict[str, Any] = {"layout": layout, "key_rope": ropes[1], "config": config}
-        query, key = attention.norm_and_rotate(call, self, *operands, **options)
-
-        def expand_mask(mask: Tensor) -> Tensor:
-            mask = self.prepare_attention_mask(mask, key.shape[1], key.shape[0])
-            return mask.view(key.shape[0], self.heads, -1, mask.shape[-1])
-
+        query, key, value = attention.project_and_rotate(*operands, **options)
         options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
         if perturbation_mask is None:
             options["gate"], gate = gate, None
-        masks = (attention_mask, expand_mask)
-        out = attention.attend(call, self, query, key, value, *masks, **options)
+        options["prepares_mask"] = True
+        out = attention.attend(call, self, query, key, value, attention_mask, **options)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
     if gate is not None:
@@ -256,7 +250,7 @@ def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> 
     if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
         return NotImplemented
     if not kernels_run_on(coords):
-        return call.refuse(coords)
+        return call.decline(why_not_taken(coords))
     # The model's own operations in its own order, so that each angle has the same bits.
     axes = coords.shape[1]
     if coords.dim() == 4:

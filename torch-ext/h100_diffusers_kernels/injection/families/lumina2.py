@@ -19,21 +19,21 @@ from typing import Any
 
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass, is_stock, why_not_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import streams
+from ..parts.blocks import IMAGE_READERS, add_between_norms
 from ..parts.embeddings import TIMESTEPS
-from ..parts.joint_blocks import IMAGE_READERS
-from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken
+from ..parts.linears import fp8_readers, gated_feed_forward
 from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
 ADAPTIVE.append((KnownClass("diffusers.models.normalization:LuminaRMSNormZero"), 4, (0, None)))
+_NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
 _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
 
 
@@ -48,19 +48,16 @@ def _first_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Any) ->
 def _block_forward(
     self: Any, call: Call, hidden_states, attention_mask, image_rotary_emb, temb=None
 ) -> Tensor:
-    x, modules, is_modulated = hidden_states, self._modules, self.modulation
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    x, modules = hidden_states, self._modules
+    if not call.takes(x, temb):
+        return NotImplemented
     (s,) = streams.start(call, self, (_first_norm,), (x,), (temb,))
-    gate, scale_mlp, gate_mlp = s.rows[-3:] or (None,) * 3
     if s.rows and call.state is not None:  # blocks of the text have the user's mask
         call.state.block_mask = attention_mask
     both = {"hidden_states": s.n, "encoder_hidden_states": s.n}
     options = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
-    s.add(modules["attn"](**both, **options), gate, "norm2", is_modulated)
-    modulation = (scale_mlp, None) if s.rows else ()
-    out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
-    s.add(out, gate_mlp, "ffn_norm2", is_modulated)
+    out = modules["attn"](**both, **options)
+    add_between_norms(s, out, _NORMS, modules["feed_forward"], _FF_READERS)
     return streams.end(s)
 
 
@@ -71,22 +68,18 @@ def _attention_forward(
     freqs = kwargs.pop("image_rotary_emb", None)
     if kwargs or context is None or self.scale != (self.inner_dim // self.heads) ** -0.5:
         return NotImplemented
-    if not inputs_taken(x, context):
-        return call.refuse(x, context)
-    query, key, value = attention.query_key_value(self, x, None if context is x else context)
+    batch = x.shape[0]
+    if context.shape[0] != batch or (freqs is not None and freqs.shape[0] not in (1, batch)):
+        return NotImplemented  # the model's own code raises
     rotate = call.stand_in.functions[1].function
     tables = None if freqs is None else call.shared("tables", freqs, _tables)
-    rotation = (tables, lambda x, _: rotate(x, freqs, use_real=False), "per_head", self.heads)
-    query, key = attention.norm_and_rotate(call, self, query, key, *rotation)
-    if not query.shape[0] == x.shape[0] == context.shape[0]:
-        return NotImplemented  # the model's own code raises
-    options: dict[str, Any] = {"heads": self.heads, "scale": self.scale}
+    options: dict[str, Any] = {"scale": self.scale}
     if mask is not None:
-        mask = call.shared("mask", mask, lambda m: m.bool().view(x.shape[0], 1, 1, -1))
-        options.update(attention.key_lengths_of(call, attention_mask, mask, *key.shape[:2]))
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    out = attention.attend(call, self, query, key, value, mask, **options)
-    return attention.project_out(self, out)
+        mask = call.shared("mask", mask, lambda m: m.bool().view(batch, 1, 1, -1))
+        options.update(attention.key_lengths_of(call, attention_mask, mask, *context.shape[:2]))
+    rotation = (tables, lambda x, _: rotate(x, freqs, use_real=False))
+    operands = (x, None if context is x else context, *rotation, mask, options)
+    return attention.run_attention(call, self, *operands, keeps_dtype=True)
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:

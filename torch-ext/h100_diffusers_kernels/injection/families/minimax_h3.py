@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import linears, streams
+from ..parts.blocks import IMAGE_READERS, add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
-from ..parts.joint_blocks import IMAGE_READERS, add_feed_forwards
 from ..parts.norms import RowsByToken, chosen_norm_modulate
 from ..quantized.fp8_linears import LINEAR, are_fp8
 from ..quantized.precision import ONE_LIST
@@ -68,8 +67,8 @@ def _block_forward(
     self: Any, call: Call, hidden_states, temb, adaln_indices, rotary_emb, attention_mask=None
 ) -> Tensor:
     x = hidden_states
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     (s,) = streams.start(call, self, (_first_norm,), (x,), (temb, adaln_indices))
     s.add(self._modules["attn"](s.n, rotary_emb, attention_mask), s.rows[2])
     add_feed_forwards(self, s)
@@ -78,8 +77,8 @@ def _block_forward(
 
 def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     (s,) = streams.start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
     s.add(modules["attn"](s.n))
     n = s.norm("norm2", readers=partial(linears.feed_forward_reader, "ff"))
@@ -90,19 +89,13 @@ def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
 def _attention_forward(
     self, call: Call, hidden_states, rotary_emb=None, attention_mask=None, *, norms_in_float32=False
 ) -> Tensor:
-    x, heads = hidden_states, self.heads
-    if not linears.inputs_taken(x):
-        return call.refuse(x)
-    if self.fused_projections:
-        query, key, value = linears.linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
-    else:
-        config = attention.context_parallel_of(call, self)
-        query, key, value = attention.query_key_value(self, x, None, config=config)
-    how = (rotary_emb, _rotated(call), heads, norms_in_float32)
-    query, key = attention.norm_and_rotate_part(call, self, query, key, *how)
-    options: Any = {"heads": heads, "dropout_p": 0.0, "is_causal": False}
-    out = attention.attend(call, self, query, key, value, attention_mask, **options)
-    return attention.project_out(self, out)
+    x, fused = hidden_states, None
+    if self.fused_projections and call.takes(x):
+        fused = linears.linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
+    operands = (x, None, rotary_emb, _rotated(call), attention_mask)
+    how: Any = {"form": "part_of_head", "layout": "half", "norms_in_float32": norms_in_float32}
+    options = {"dropout_p": 0.0, "is_causal": False}
+    return attention.run_attention(call, self, *operands, options, projected=fused, **how)
 
 
 def _rotated(call: Call) -> Any:
@@ -126,8 +119,8 @@ def _video_attention_forward(self: Any, call: Call, hidden_states, rotary_emb=No
 
 def _output_norm_forward(self: Any, call: Call, hidden_states, temb, timestep_indices) -> Tensor:
     x, layer = hidden_states, self._modules["linear"]
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     dtype = sys.modules[_MINIMAX].get_parameter_dtype(layer)
     tables = linears.linear(layer, F.silu(temb).to(dtype)).chunk(2, dim=-1)
     shift, scale = _chosen(call, tables, timestep_indices)

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
-from ..attention.modules import AttentionSpec, attend_jointly, project, project_out
+from ..attention.modules import AttentionSpec, run_joint_attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts import linears, streams
+from ..parts.blocks import add_between_norms
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import Upcasts, norm_notes
@@ -67,19 +67,17 @@ def _block_forward(
 ) -> tuple[Tensor, Tensor]:
     # The first block gets the transposed result of a convolution.
     x, c = hidden_states.contiguous(), encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     image, text = both = streams.start(call, self, _FIRST_NORMS, (x, c), (temb,))
     options = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
     outs = self._modules["attn1"](hidden_states=image.n, encoder_hidden_states=text.n, **options)
     computed = both[:1] if self.context_pre_only else both
     for stream, suffix, out in zip(computed, ("", "_context"), outs):
-        gate, scale_mlp, gate_mlp = stream.rows[-3:]
-        stream.add(out, gate, f"norm2{suffix}", tanh_gate=True)
         readers = partial(linears.feed_forward_reader, f"ff{suffix}")
-        n = stream.norm(f"norm3{suffix}", scale_mlp, None, readers=readers)
-        out = linears.feed_forward(self._modules[f"ff{suffix}"], n)
-        stream.add(out, gate_mlp, f"norm4{suffix}", tanh_gate=True)
+        feed_forward = partial(linears.feed_forward, self._modules[f"ff{suffix}"])
+        norms = tuple([f"norm{i}{suffix}" for i in (2, 3, 4)])
+        add_between_norms(stream, out, norms, feed_forward, readers)
     results = streams.end(*computed)
     return (results, c) if self.context_pre_only else results
 
@@ -124,18 +122,14 @@ def _attention_forward(
     rope = kwargs.pop("image_rotary_emb", None)
     if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
         return NotImplemented
-    if not linears.inputs_taken(x, c):
-        return call.refuse(x, c)
     length = x.shape[1]
     valid = call.shared(("valid text", length), mask, partial(_valid_first, length=length))
     c = c.gather(1, valid.order.expand_as(c))
     tables = None if rope is None else call.shared("tables", rope, _tables)
-    both = project(call, self, x, c, tables, None)
     options = {"key_lengths": valid.key_lengths, "dropout_p": 0.0, "is_causal": False}
-    out, c_out = attend_jointly(call, self, both, _rotated, valid.mask, **options)
-    c_out, to_add_out = c_out.masked_fill(valid.is_padding, 0), self._modules.get("to_add_out")
-    out = project_out(self, out)
-    return out, c_out if to_add_out is None else linears.linear(to_add_out, c_out)
+    options["text_padding"] = valid.is_padding
+    operands = (x, c, (tables, None), _rotated, valid.mask)
+    return run_joint_attention(call, self, *operands, **options)
 
 
 def _tables(rope: Any) -> tuple[Tensor, Tensor]:

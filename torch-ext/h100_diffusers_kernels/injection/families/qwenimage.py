@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts.blocks import IMAGE_READERS, TEXT_READERS, double_block
 from ..parts.embeddings import TIMESTEPS
-from ..parts.joint_blocks import IMAGE_READERS, TEXT_READERS, double_block
-from ..parts.linears import LINEAR_GELU, inputs_taken
+from ..parts.linears import LINEAR_GELU
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import RowsByToken, clip_to_float16
 from ..parts.streams import BlockSpec, linear_modulation, plain_norm
@@ -76,8 +75,8 @@ def _block_forward(
     modulate_index: Any = None,
 ) -> tuple[Tensor, Tensor]:
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     arguments = (call, self, _FIRST_NORMS, (x, c), (temb, modulate_index), _FEED_FORWARDS)
     x, c = double_block(*arguments, encoder_hidden_states_mask=mask, **more)
@@ -97,10 +96,7 @@ def _attention_forward(
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
     if kwargs or c is None or attention_mask is not None:
         return NotImplemented
-    if not inputs_taken(x, c):
-        return call.refuse(x, c)
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
-    streams = attention.project(call, self, x, c, *ropes)
     image_length = x.shape[1]
 
     def mask_of_all(mask: Tensor) -> Tensor:
@@ -112,9 +108,8 @@ def _attention_forward(
     if mask is not None and hasattr(sys.modules[_QWEN], "compute_text_seq_len_from_mask"):
         joint_mask = call.shared(("mask", image_length), mask, mask_of_all)
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
-    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
-    c_out, out = attention.attend_jointly(call, self, streams[::-1], rotate, joint_mask, **options)
-    return attention.project_out(self, out, x), attention.project_text_out(self, c_out, c)
+    options: dict[str, Any] = {"is_text_first": True, "dropout_p": 0.0, "is_causal": False}
+    return attention.run_joint_attention(call, self, x, c, ropes, rotate, joint_mask, **options)
 
 
 _PROCESSOR = "hidden_states encoder_hidden_states encoder_hidden_states_mask attention_mask"

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
-from ..attention.modules import AttentionSpec, attend, norm_and_rotate, project_out, query_key_value
+from ..attention.modules import AttentionSpec, attend, project_and_rotate, project_out
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import norms
-from ..parts.joint_blocks import IMAGE_READERS
-from ..parts.linears import fp8_readers, gated_feed_forward, inputs_taken, linear, why_not_silu
+from ..parts.blocks import IMAGE_READERS
+from ..parts.linears import fp8_readers, gated_feed_forward, linear, why_not_silu
 from ..parts.streams import BlockSpec, end, plain_norm, start
 from ..quantized.precision import ATTENTION_LAYERS, ONE_LIST
 
@@ -83,8 +82,8 @@ def _block_forward(
     key_valid: Tensor | None = None,
 ) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x, modulation):
-        return call.refuse(x, modulation)
+    if not call.takes(x, modulation):
+        return NotImplemented
     (s,) = start(call, self, (_first_norm,), (x,), (modulation, target_token_mask))
     _, _, gate, scale_mlp, gate_mlp = s.rows
     masks = {"attention_mask": attention_mask, "segments": segments, "key_valid": key_valid}
@@ -108,21 +107,20 @@ def _attention_forward(
     key_valid: Tensor | None = None,
 ) -> Tensor:
     x = hidden_states
-    if not inputs_taken(x):
-        return call.refuse(x)
-    query, key, value = query_key_value(self, x, None)
-    head_dim = self.inner_dim // self.heads
-    heads = query.shape[2] // head_dim
+    if not call.takes(x):
+        return NotImplemented
     rotate = partial(call.stand_in.functions[1].function, use_real=False)
-    query, key = norm_and_rotate(call, self, query, key, rotary_emb, rotate, "per_head", heads)
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    head_dim = self.inner_dim // self.heads
+    options: dict[str, Any] = {"head_dim": head_dim, "keeps_dtype": True}
+    query, key, value = project_and_rotate(call, self, x, None, rotary_emb, rotate, **options)
+    heads = query.shape[2] // head_dim
     if layer_cache is not None and kv_cache_mode == "extract" and cache_write_slice is not None:
         kept = (t.unflatten(2, (heads, head_dim))[:, cache_write_slice] for t in (key, value))
         layer_cache.store(*[tensor.clone() for tensor in kept])
     elif layer_cache is not None and kv_cache_mode == "cached":
         prefixes = [tensor.flatten(2) for tensor in layer_cache.get()]
         key, value = (torch.cat(pair, dim=1) for pair in zip(prefixes, (key, value)))
-    options: dict[str, Any] = {"heads": heads, "dropout_p": 0.0}
+    options = {"heads": heads, "dropout_p": 0.0}
     if segments is None:
         return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
     options["backend"] = None  # as the processor
@@ -167,8 +165,8 @@ def _output_norm_forward(
     self: Any, call: Call, hidden_states, conditioning_embedding, target_token_mask=None
 ) -> Tensor:
     x, modules = hidden_states, self._modules
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     embedding = torch.nn.functional.silu(conditioning_embedding).to(x.dtype)
     scale = _by_token(call, linear(modules["linear"], embedding), target_token_mask)
     return norms.chosen_norm_modulate(call, self, "norm", x, scale, None)

@@ -15,15 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
-from ..attention.modules import AttentionSpec, attend_jointly, attend_to_all, project, project_out
+from ..attention.modules import AttentionSpec, run_attention, run_joint_attention
 from ..core.checks import KnownClass
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parallel.plans import two_streams
 from ..parts import linears, streams
+from ..parts.blocks import DOUBLE_NORMS, IMAGE_READERS, TEXT_READERS, add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
-from ..parts.joint_blocks import DOUBLE_NORMS, IMAGE_READERS, TEXT_READERS, add_feed_forwards
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ONE_LIST
@@ -65,8 +64,8 @@ def _block_forward(
     x, c = hidden_states, encoder_hidden_states
     if self._chunk_size is not None:
         return call.decline("its feed-forward is chunked")
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     modules, more = self._modules, joint_attention_kwargs or {}
     image, text = streams.start(call, self, (_image_norm, _text_norm), (x, c), (temb,))
     n, *others = image.n if self.use_dual_attention else (image.n,)
@@ -84,8 +83,8 @@ def _block_forward(
 
 def _single_block_forward(self: Any, call: Call, hidden_states: Tensor, temb: Tensor) -> Tensor:
     x = hidden_states
-    if not kernels_take(x, temb):
-        return call.refuse(x, temb)
+    if not call.takes(x, temb):
+        return NotImplemented
     (s,) = streams.start(call, self, DOUBLE_NORMS[:1], (x,), (temb,))
     s.add(self._modules["attn"](hidden_states=s.n, encoder_hidden_states=None), s.rows[2])
     add_feed_forwards(self, s)
@@ -98,17 +97,11 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not linears.inputs_taken(x, c):
-        return call.refuse(x, c)
+    options: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False}
     # Its processor ignores the mask.
-    both = project(call, self, x, c, None, None)
-    options: dict[str, Any] = {"rotate": None, "dropout_p": 0.0, "is_causal": False}
     if c is None:
-        return project_out(self, attend_to_all(call, self, both, **options))
-    out, c_out = attend_jointly(call, self, both, **options)
-    if not self.context_pre_only:
-        c_out = linears.linear_per_sample(self._modules["to_add_out"], c_out)
-    return project_out(self, out), c_out
+        return run_attention(call, self, x, None, None, None, None, options)
+    return run_joint_attention(call, self, x, c, (None, None), None, **options)
 
 
 _SPECS = (

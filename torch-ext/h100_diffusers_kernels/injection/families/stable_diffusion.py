@@ -179,8 +179,8 @@ def _block_forward(
     if more.get("scale") is not None:
         return call.decline("it was given a scale")  # the class warns
     x = hidden_states.contiguous()  # a convolution's result may have strided channels
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     modules, add_positions, c = self._modules, self.pos_embed, encoder_hidden_states
     (s,) = start(call, self, (_first_norm,), (x,), ())
     n = s.n if add_positions is None else add_positions(s.n)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
@@ -66,8 +65,8 @@ def _block_forward(
 ) -> Tensor:
     # Some models transpose their convolution's result without a copy.
     x, c = hidden_states.contiguous(), encoder_hidden_states
-    if not kernels_take(x, c):
-        return call.refuse(x, c)
+    if not call.takes(x, c):
+        return NotImplemented
     (s,) = start(call, self, first_norms, (x,), (temb,))
     _add_branches(self._modules, s, c, attention_mask, rotary_emb)
     return end(s)
@@ -85,8 +84,8 @@ def _vace_block_forward(
     self, call: Call, hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb
 ) -> tuple[Tensor | None, Tensor]:
     c, control = encoder_hidden_states, control_hidden_states
-    if not kernels_take(hidden_states.contiguous(), c, control):
-        return call.refuse(hidden_states.contiguous(), c, control)
+    if not call.takes(hidden_states.contiguous(), c, control):
+        return NotImplemented
     if self.proj_in is not None:
         control = linears.linear(self.proj_in, control) + hidden_states
     s = Stream(call, self, control.contiguous())
@@ -109,26 +108,25 @@ def _attention_forward(
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
-    if not linears.inputs_taken(x, c):
-        return call.refuse(x, c)
-    image_tokens, is_fused = None, self.fused_projections
+    if not call.takes(x, c):
+        return NotImplemented
+    image_tokens = None
     if self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
-    config = attention.context_parallel_of(call, self)
-    if is_fused:
-        query, key, value = call.stand_in.functions[-1].function(self, as_tensor(x), c)
-    else:
-        query, key, value = attention.query_key_value(self, x, c, config=config)
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
-    rotation = (tables, _rotated, "across_heads", self.heads)
-    query, key = attention.norm_and_rotate(call, self, query, key, *rotation, config=config)
+    rotation, config = (tables, _rotated, "across_heads"), attention.context_parallel_of(call, self)
+    fused: Any = None
+    if self.fused_projections:
+        fused = call.stand_in.functions[-1].function(self, as_tensor(x), c)
+    operands = (call, self, x, c, *rotation)
+    query, key, value = attention.project_and_rotate(*operands, config=config, projected=fused)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
     if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
         options["parallel_config"] = None  # each rank has all of the text
     out = attention.attend(call, self, query, key, value, attention_mask, **options)
     if image_tokens is not None:
-        if is_fused:
+        if fused:
             key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
         else:
             layers = self._modules["add_k_proj"], self._modules["add_v_proj"]

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..attention import modules as attention
 from ..core.checks import KnownFunction
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import streams
+from ..parts.blocks import add_between_norms
 from ..parts.linears import QUERY_KEY_VALUE, fp8_readers, gated_feed_forward, linear
 from ..quantized.precision import Layers
 
@@ -35,6 +35,7 @@ _MASK_MAKERS = tuple(
     KnownFunction(f"{_CLASS}.{name}") for name in ("_prepare_sequence", "_build_unified_sequence")
 )
 _READERS = partial(fp8_readers, "attention", QUERY_KEY_VALUE)
+_NORMS = ("attention_norm2", "ffn_norm1", "ffn_norm2")
 _FF_READERS = partial(fp8_readers, "feed_forward", ("w1", "w3"))
 
 
@@ -65,16 +66,12 @@ def _run(
     self: Any, call: Call, x: Tensor, mask: Any, freqs_cis: Any, *conditions: Any, hands_over=True
 ) -> Tensor:
     """A block's result."""
-    modules, is_modulated = self._modules, self.modulation
+    modules = self._modules
     (s,) = streams.start(call, self, (_first_norm,), (x,), conditions)
-    _, _, gate, scale_mlp, gate_mlp = s.rows or (None,) * 5
     if mask is not None is not call.state and _makes_masks(call.stand_in.injection.model()):
         call.state.block_mask = mask
     out = modules["attention"](s.n, attention_mask=mask, freqs_cis=freqs_cis)
-    s.add(out, gate, "attention_norm2", is_modulated)
-    modulation = (scale_mlp, None) if s.rows else ()
-    out = modules["feed_forward"](s.norm("ffn_norm1", *modulation, readers=_FF_READERS))
-    s.add(out, gate_mlp, "ffn_norm2", is_modulated)
+    add_between_norms(s, out, _NORMS, modules["feed_forward"], _FF_READERS)
     return streams.end(s, hands_over=hands_over)
 
 
@@ -95,8 +92,8 @@ def _block_forward(
     adaln_noisy: Tensor | None = None,
     adaln_clean: Tensor | None = None,
 ) -> Tensor:
-    if not kernels_take(x, adaln_input, adaln_noisy, adaln_clean):
-        return call.refuse(x, adaln_input, adaln_noisy, adaln_clean)
+    if not call.takes(x, adaln_input, adaln_noisy, adaln_clean):
+        return NotImplemented
     conditions = (adaln_input, noise_mask, adaln_noisy, adaln_clean)
     return _run(self, call, x, attn_mask, freqs_cis, *conditions)
 
@@ -104,8 +101,8 @@ def _block_forward(
 def _control_block_forward(
     self: Any, call: Call, c, x, attn_mask, freqs_cis, adaln_input=None
 ) -> Tensor:
-    if not kernels_take(c, x, adaln_input):
-        return call.refuse(c, x, adaln_input)
+    if not call.takes(c, x, adaln_input):
+        return NotImplemented
     modules = self._modules
     *results, c = c.unbind() if self.block_id else (linear(modules["before_proj"], c) + x,)
     c = _run(self, call, c, attn_mask, freqs_cis, adaln_input, hands_over=False)
@@ -124,7 +121,7 @@ def _attention_forward(
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
         options.update(attention.key_lengths_of(call, attention_mask, mask, *x.shape[:2]))
     tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _rope_tables)
-    return attention.run_attention(call, self, x, None, tables, _rotated, mask, **options)
+    return attention.run_attention(call, self, x, None, tables, _rotated, mask, options)
 
 
 def _rope_tables(freqs: Tensor) -> tuple[Tensor, Tensor]:

@@ -235,22 +235,12 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     return operations.swiglu(both, activated="first")
 
 
-def inputs_taken(x: Any, *others: Any) -> bool:
-    """``kernels_take``. Inputs may be quantized."""
-    if type(x) is not QuantizedRows and QuantizedRows not in map(type, others):
-        return kernels_take(x, *others)
-    inputs = [each for each in (x, *others) if each is not None]
-    tensors = [each for each in inputs if type(each) is not QuantizedRows]
-    are_alike = all(each.dtype is x.dtype for each in inputs)
-    return are_alike and (not tensors or kernels_take(*tensors))
-
-
 def gated_feed_forward(
     self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
 ) -> Tensor:
     """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
-    if not inputs_taken(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     modules = self._modules
     return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
 
@@ -475,8 +465,8 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
         return call.decline("gelu was replaced")
-    if not kernels_take(hidden_states):
-        return call.refuse(hidden_states)
+    if not call.takes(hidden_states):
+        return NotImplemented
     return linear_gelu(self._modules["proj"], self.gelu, self.approximate, hidden_states)
 
 
@@ -541,8 +531,8 @@ def _why_not_plain_gate(module: Any) -> str | None:
 
 
 def _swiglu_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    if not kernels_take(x):
-        return call.refuse(x)
+    if not call.takes(x):
+        return NotImplemented
     return NotImplemented if x.shape[-1] % 2 else operations.swiglu(x, activated="first")
 
 

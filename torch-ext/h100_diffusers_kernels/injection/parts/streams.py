@@ -135,43 +135,35 @@ class Stream:
 
     def norm(self, name: str, *modulation: Modulator, readers: Readers | None = None) -> Any:
         """The norm ``block.name`` of the tokens, ``* (1 + scale) + shift`` for each pair of these."""
-        call, block, upcasts, x = self._call, self._block, self._upcasts, self._x
-        norm: Any = read_norm(block._modules.get(name), x.shape[-1], upcasts)
+        call, block = self._call, self._block
+        norm: Any = read_norm(block._modules.get(name), self._x.shape[-1], self._upcasts)
         if isinstance(norm, str):
             call.fall_back(f"{name} {norm}")
             norm = None
-        weights = None if readers is None else readers(block, x)
-        if self._pending is None:
-            results: Any = norm_modulate(norm, block, name, x, modulation, upcasts, weights)
-        else:
-            out, gate, branch = self._pending
-            how = (modulation, upcasts, weights, branch)
-            self._x, *results = residual_norm(call, norm, block, name, x, out, gate, *how)
-            self._pending = None
-        return results[0] if len(results) == 1 else results
+        return self._settled(norm, block, name, modulation, readers, block)
 
     def apply(self, first: Any) -> None:
         """Sets ``n`` and ``rows`` by what a function of ``FirstNorms`` returned."""
         if type(first) is not FirstNorm:
             self.n, self.rows = first(self.x)
-        elif self._pending is None:
-            norm, owner, name, modulation, self.rows, readers, block = first
-            weights = None if readers is None else readers(block, self._x)
-            how = (modulation, self._upcasts, weights)
-            results = norm_modulate(norm, owner, name, self._x, *how)
-            self.n = results[0] if len(results) == 1 else results
         else:
-            self._x, (self.n, self.rows) = self._fused(first)
-            self._pending = None
+            norm, owner, name, modulation, self.rows, readers, block = first
+            self.n = self._settled(norm, owner, name, modulation, readers, block)
 
-    def _fused(self, first: FirstNorm) -> tuple[Tensor, Any]:
-        """The sum, and its first norm with the rows."""
-        norm, owner, name, modulation, rows, readers, block = first
-        weights = None if readers is None else readers(block, self._x)
-        out, gate, branch = self._pending
-        how = (modulation, self._upcasts, weights, branch)
-        x, *results = residual_norm(self._call, norm, owner, name, self._x, out, gate, *how)
-        return x, (results[0] if len(results) == 1 else results, rows)
+    def _settled(
+        self, norm: Any, owner: Any, name: str, modulation: Any, readers: Readers | None, block: Any
+    ) -> Any:
+        """A norm of the tokens, in one pass with their pending sum. Parameters as those of ``FirstNorm``."""
+        x, upcasts = self._x, self._upcasts
+        weights = None if readers is None else readers(block, x)
+        if self._pending is None:
+            results: Any = norm_modulate(norm, owner, name, x, modulation, upcasts, weights)
+        else:
+            out, gate, branch = self._pending
+            options = (modulation, upcasts, weights, branch)
+            self._x, *results = residual_norm(self._call, norm, owner, name, x, out, gate, *options)
+            self._pending = None
+        return results[0] if len(results) == 1 else results
 
 
 def start(
@@ -226,26 +218,27 @@ def end(
     next block's tokens.
     """
     call, block, conditions = streams[0]._call, streams[0]._block, streams[0]._conditions
-    state, successor, results = call.state, None, None
+    state, successor = call.state, None
     if state is not None and not call.is_bare:
         state.shared.clear()  # hooks may write to what it was made from
     elif state is not None and hands_over:
         successor = state.successor(block, call.stand_in.spec)
     if successor is not None:
-        x, first, fusions = streams[0]._x, [], []
+        x, first, handed = streams[0]._x, [], []
         for stream in streams:  # a comprehension would be a function call before Python 3.12
             first.append(stream._read(call, successor, x, *conditions))
-        if None not in first:
+        if None in first:
+            successor = None
+        else:
             for stream, norm in zip(streams, first):
-                fusions.append(stream._fused(norm))
-            fused, handed = zip(*fusions)
-            results = as_returned(fused)
-            state.hand_over(successor, (*results, *conditions), handed)
-    if results is None:
-        sums = []
-        for stream in streams:
-            sums.append(stream.x)
-        results = as_returned(sums)
+                stream.apply(norm)
+                handed.append((stream.n, stream.rows))
+    sums = []
+    for stream in streams:
+        sums.append(stream.x)
+    results = as_returned(sums)
+    if successor is not None:
+        state.hand_over(successor, (*results, *conditions), handed)
     return results[0] if len(results) == 1 else results
 
 

@@ -239,8 +239,8 @@ def _forward(self: Any, call: Call, input: Tensor) -> Any:
         return fp8_product(quantized_rows(input), found)
     if not isinstance(input, Tensor) or is_differentiated(input, *self._parameters.values()):
         return NotImplemented
-    if not kernels_take(input):
-        return call.refuse(input)
+    if not call.takes(input):
+        return NotImplemented
     if input.dtype not in _DTYPES:
         return call.decline(f"linear_fp8 has no result in {dtype_name(input.dtype)}")
     return call.decline("its weight and bias do not fit its input")

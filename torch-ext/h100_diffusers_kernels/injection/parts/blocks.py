@@ -1,19 +1,19 @@
-"""Blocks of image and text as those of FLUX.1, which several families share.
+"""Blocks, and halves of blocks, that several families share.
 
-A double block has a stream each, joint attention and separate feed-forwards. A single block has one stream of
-both, and its feed-forward reads the same norm as its attention.
+FLUX.1's blocks are of image and text. A double block has a stream each, joint attention and separate
+feed-forwards. A single block has one stream of both, and its feed-forward reads the same norm as its
+attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_take
 from ..core.patch import Call
 from .linears import (
     QUERY_KEY_VALUE,
@@ -46,6 +46,25 @@ def add_feed_forwards(block: Any, *streams: Stream, names: Any = FEED_FORWARDS) 
         shift, scale, gate = stream.rows[3:6]
         n = stream.norm(norm, scale, shift, readers=partial(feed_forward_reader, ff))
         stream.add(feed_forward_branch(block._modules[ff], n), gate)
+
+
+def add_between_norms(
+    stream: Stream,
+    out: Any,
+    norms: Sequence[str],
+    feed_forward: Callable,
+    readers: Any,
+) -> None:
+    """Adds ``norm(out)`` of an attention and ``norm(feed_forward(norm(x)))``, by the norms with these names.
+
+    The rows of a modulated stream end with the gate of attention, and scale and gate of the feed-forward. A
+    gate's tanh is applied.
+    """
+    gate, scale, gate_mlp = stream.rows[-3:] or (None, None, None)
+    is_modulated = gate is not None
+    stream.add(out, gate, norms[0], tanh_gate=is_modulated)
+    n = stream.norm(norms[1], *((scale, None) if is_modulated else ()), readers=readers)
+    stream.add(feed_forward(n), gate_mlp, norms[2], tanh_gate=is_modulated)
 
 
 def double_block(
@@ -117,8 +136,8 @@ def double_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
 
@@ -133,8 +152,8 @@ def single_block_forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
-    if not kernels_take(x, c, temb):
-        return call.refuse(x, c, temb)
+    if not call.takes(x, c, temb):
+        return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
 
     def attend(n: Any) -> Tensor:
