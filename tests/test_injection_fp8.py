@@ -117,9 +117,9 @@ def test_calls(kernel, device, family, is_injected_first):
         "flux3": [6, 4, 4, 0, 6, 0, 0, 0],
         "chroma": [4, 10, 0, 4, 0, 2, 2, 10],
         "qwenimage": [8, 8, 0, 4, 0, 0, 0, 8],
-        "sd3": [12, 7, 5, 5, 0, 0, 0, 5],
+        "sd3": [12, 12, 0, 5, 0, 0, 0, 11],
         "wan": [6, 6, 0, 2, 0, 0, 0, 6],
-        "cosmos": [10, 2, 4, 2, 0, 0, 0, 2],
+        "cosmos": [10, 6, 0, 2, 0, 0, 0, 6],
         "hunyuan_video": [10, 10, 0, 4, 0, 2, 2, 10],
         "hunyuan_video15": [8, 8, 0, 4, 0, 0, 0, 8],
         "cogvideox": [6, 4, 4, 4, 0, 0, 0, 4],
@@ -128,7 +128,7 @@ def test_calls(kernel, device, family, is_injected_first):
         "z_image": [10, 3, 9, 0, 0, 0, 0, 0],
         "lumina2": [16, 3, 9, 0, 0, 0, 0, 0],
         "qwenimage21": [4, 1, 3, 0, 0, 0, 0, 0],
-        "minimax_h3": [10, 2, 6, 0, 0, 0, 0, 0],
+        "minimax_h3": [10, 4, 4, 0, 0, 0, 0, 2],
     }[family.name]
     if family.name == "cogvideox":  # query, key, value and feed-forward of two streams
         count += 10
@@ -151,7 +151,7 @@ VARIANTS = {
     "LTX-2.3 with gates in 16 bits": ("ltx2", LTX23, dict, False, 32, 0, 4),
     "an image as context": (
         *("cosmos", {"img_context_dim_in": 20, "img_context_dim_out": 128}, with_image, True),
-        *(12, 2, 4),
+        *(12, 6, 0),
     ),
 }
 

@@ -113,9 +113,10 @@ class KnownClass:
         own_forward: its forward as the library defines it.
         functions: functions that it calls by names that users may replace; each given as its path, or as
             path and parameters.
+        calls: their owner, name and function.
     """
 
-    __slots__ = ("_own_forward", "_path", "cls", "functions", "own_forward")
+    __slots__ = ("_own_forward", "_path", "calls", "cls", "functions", "own_forward")
 
     def __init__(self, path: str, *functions: Any, parameters: str | None = None) -> None:
         self._path = path
@@ -129,6 +130,7 @@ class KnownClass:
     def look_up(self) -> None:
         self.cls = self.cls or find_class(self._path)
         self.own_forward: Any = self._own_forward.function
+        self.calls = tuple([(each.owner, each.name, each.function) for each in self.functions])
 
 
 def look_up_libraries() -> None:
@@ -147,8 +149,8 @@ def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
         or cls.__call__ is not _Module.__call__
     ):
         return False
-    for function in known.functions:
-        if getattr(function.owner, function.name, None) is not function.function:
+    for owner, name, function in known.calls:
+        if getattr(owner, name, None) is not function:
             return False
     for each in (module, *others) if others else (module,):
         if type(each) is not cls:
@@ -159,12 +161,11 @@ def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
             or state["_forward_pre_hooks"]
             or state["_backward_hooks"]
             or state["_backward_pre_hooks"]
-            or state.get("_compiled_call_impl") is not None
+            or ("_compiled_call_impl" in state and state["_compiled_call_impl"] is not None)
         ):
             return False
-        forward = state.get("forward")
-        if forward is not None:
-            owner: Any = getattr(forward, "__self__", None)
+        if "forward" in state and state["forward"] is not None:
+            owner = getattr(state["forward"], "__self__", None)
             if type(owner) in STAND_INS:  # ``runs_class_forward``, inlined
                 if owner._module() is not each:
                     return False
