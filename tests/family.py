@@ -83,6 +83,8 @@ class Family:
         has_backends: whether diffusers' choice of attention backend applies; otherwise it is PyTorch's.
         one_block: a configuration with one block of each kind.
         main: the name of the argument that is denoised: a tensor, or a list with one for each sample.
+        fp8_calls: the calls of each FP8 operation in a forward of the small model; the operations are those
+            of ``test_injection_fp8.test_calls``.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Family:
     has_backends: bool = True
     one_block: dict = field(default_factory=lambda: {"blocks": 1})
     main: str = "hidden_states"
+    fp8_calls: list = field(default_factory=list)
 
     def __post_init__(self):
         if not self.module:

@@ -57,4 +57,5 @@ COGVIDEOX = family.Family(
     functions=(),
     has_backends=False,
     processor="CogVideoXAttnProcessor2_0",
+    fp8_calls=[6, 4, 4, 4, 0, 0, 0, 4],
 )

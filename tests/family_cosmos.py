@@ -68,4 +68,5 @@ COSMOS = family.Family(
     functions=("dispatch_attention_fn",),
     processor="CosmosAttnProcessor2_0",
     condition="embedded_timestep",
+    fp8_calls=[10, 6, 0, 2, 0, 0, 0, 6],
 )

@@ -115,6 +115,7 @@ FLUX = family.Family(
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     processor="FluxAttnProcessor",
     **BLOCKS,
+    fp8_calls=[10, 10, 0, 4, 0, 2, 2, 10],
 )
 
 FLUX2 = family.Family(
@@ -136,6 +137,7 @@ FLUX2 = family.Family(
     processor="Flux2AttnProcessor",
     condition="temb_mod_img",
     **BLOCKS,
+    fp8_calls=[4, 10, 0, 0, 4, 2, 0, 10],
 )
 
 
@@ -183,6 +185,7 @@ CHROMA = _Chroma(
     processor="FluxAttnProcessor",
     functions=(),  # they are in the module of FLUX.1
     **BLOCKS,
+    fp8_calls=[4, 10, 0, 4, 0, 2, 2, 10],
 )
 
 
@@ -244,4 +247,5 @@ FLUX3 = family.Family(
     one_block=BLOCKS["one_block"],
     block_lists=("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks"),
     condition="temb_mod",
+    fp8_calls=[6, 4, 4, 0, 6, 0, 0, 0],
 )

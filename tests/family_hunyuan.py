@@ -130,6 +130,7 @@ HUNYUAN_VIDEO = family.Family(
     processor="HunyuanVideoAttnProcessor2_0",
     functions=("dispatch_attention_fn",),
     **BLOCKS,
+    fp8_calls=[10, 10, 0, 4, 0, 2, 2, 10],
 )
 HUNYUAN_VIDEO15 = family.Family(
     name="hunyuan_video15",
@@ -145,4 +146,5 @@ HUNYUAN_VIDEO15 = family.Family(
     caches=("pyramid", "taylorseer"),
     processor="HunyuanVideo15AttnProcessor2_0",
     functions=("dispatch_attention_fn",),
+    fp8_calls=[8, 8, 0, 4, 0, 0, 0, 8],
 )

@@ -74,4 +74,5 @@ KREA2 = family.Family(
     lora_targets=[*family.ATTENTION_LORA[:3], "to_gate", "to_out.0", "ff.gate", "ff.up", "ff.down"],
     processor="Krea2AttnProcessor",
     block_lists=(*_TEXT_BLOCKS, "transformer_blocks"),
+    fp8_calls=[8, 3, 9, 0, 0, 0, 0, 0],
 )

@@ -42,4 +42,5 @@ LTX = family.Family(
     parts=PARTS,
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     processor="LTXVideoAttnProcessor",
+    fp8_calls=[8, 2, 2, 2, 0, 0, 0, 4],
 )

@@ -96,4 +96,5 @@ LTX2 = family.Family(
         *("apply_interleaved_rotary_emb", "apply_split_rotary_emb", "dispatch_attention_fn"),
     ),
     processor="LTX2AudioVideoAttnProcessor",
+    fp8_calls=[16, 8, 12, 4, 0, 0, 0, 4],
 )

@@ -58,4 +58,5 @@ LUMINA2 = family.Family(
     block_lists=("context_refiner", "noise_refiner", "layers"),
     functions=("apply_rotary_emb",),
     has_backends=False,
+    fp8_calls=[16, 3, 9, 0, 0, 0, 0, 0],
 )

@@ -68,4 +68,5 @@ MINIMAX_H3 = family.Family(
     functions=("_apply_rotary_emb", "dispatch_attention_fn"),
     processor="MiniMaxH3AttnProcessor",
     block_lists=("token_refiner.refiner_blocks", "transformer_blocks"),
+    fp8_calls=[10, 4, 4, 0, 0, 0, 0, 2],
 )

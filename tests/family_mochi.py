@@ -68,4 +68,5 @@ MOCHI = family.Family(
     processor="MochiAttnProcessor2_0",
     functions=(),
     has_backends=False,
+    fp8_calls=[12, 1, 4, 0, 0, 0, 0, 0],
 )

@@ -57,4 +57,5 @@ QWEN_IMAGE = family.Family(
     caches=("first_block", "pyramid", "taylorseer", "mag", "faster"),
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenDoubleStreamAttnProcessor2_0",
+    fp8_calls=[8, 8, 0, 4, 0, 0, 0, 8],
 )

@@ -75,4 +75,5 @@ QWEN_IMAGE21 = family.Family(
     functions=("apply_rotary_emb_qwen", "dispatch_attention_fn"),
     processor="QwenImage21AttnProcessor",
     condition="modulation",
+    fp8_calls=[4, 1, 3, 0, 0, 0, 0, 0],
 )

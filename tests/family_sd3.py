@@ -55,4 +55,5 @@ SD3 = family.Family(
     has_backends=False,
     one_block={"blocks": 1, "dual_attention_layers": ()},
     processor="JointAttnProcessor2_0",
+    fp8_calls=[12, 12, 0, 5, 0, 0, 0, 11],
 )

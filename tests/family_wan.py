@@ -63,4 +63,5 @@ WAN = family.Family(
     functions=("dispatch_attention_fn",),
     processor="WanAttnProcessor",
     block_lists=("blocks",),
+    fp8_calls=[6, 6, 0, 2, 0, 0, 0, 6],
 )

@@ -106,4 +106,5 @@ Z_IMAGE = family.Family(
     condition="adaln_input",
     functions=("dispatch_attention_fn",),
     main="x",
+    fp8_calls=[10, 3, 9, 0, 0, 0, 0, 0],
 )

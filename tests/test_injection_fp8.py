@@ -108,28 +108,7 @@ def test_calls(kernel, device, family, is_injected_first):
     assert calls.keys() <= OPERATIONS
     names = ("quantize_fp8", *NORMS, "linear_gelu_fp8", "activation_fp8")
     names += ("quantize_fp8_out", "linear_gelu_fp8_out", "linear_gated_residual_fp8")
-    assert [calls[name] for name in names] == {
-        "ltx": [8, 2, 2, 2, 0, 0, 0, 4],
-        "ltx2": [16, 8, 12, 4, 0, 0, 0, 4],
-        "flux": [10, 10, 0, 4, 0, 2, 2, 10],
-        "longcat_image": [10, 10, 0, 4, 0, 2, 2, 10],
-        "flux2": [4, 10, 0, 0, 4, 2, 0, 10],
-        "flux3": [6, 4, 4, 0, 6, 0, 0, 0],
-        "chroma": [4, 10, 0, 4, 0, 2, 2, 10],
-        "qwenimage": [8, 8, 0, 4, 0, 0, 0, 8],
-        "sd3": [12, 12, 0, 5, 0, 0, 0, 11],
-        "wan": [6, 6, 0, 2, 0, 0, 0, 6],
-        "cosmos": [10, 6, 0, 2, 0, 0, 0, 6],
-        "hunyuan_video": [10, 10, 0, 4, 0, 2, 2, 10],
-        "hunyuan_video15": [8, 8, 0, 4, 0, 0, 0, 8],
-        "cogvideox": [6, 4, 4, 4, 0, 0, 0, 4],
-        "mochi": [12, 1, 4, 0, 0, 0, 0, 0],
-        "krea2": [8, 3, 9, 0, 0, 0, 0, 0],
-        "z_image": [10, 3, 9, 0, 0, 0, 0, 0],
-        "lumina2": [16, 3, 9, 0, 0, 0, 0, 0],
-        "qwenimage21": [4, 1, 3, 0, 0, 0, 0, 0],
-        "minimax_h3": [10, 4, 4, 0, 0, 0, 0, 2],
-    }[family.name]
+    assert [calls[name] for name in names] == family.fp8_calls
     if family.name == "cogvideox":  # query, key, value and feed-forward of two streams
         count += 10
     assert calls["products"] == count

@@ -692,18 +692,16 @@ def _joint_query_key_value(
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
         return None
-    length = first.shape[1]
-    total, size = length + streams[1].query.shape[1], first.shape[2]
+    lengths, size = (first.shape[1], streams[1].query.shape[1]), first.shape[2]
     joint: Any
     if config is None:
-        joint = first.new_empty((3, first.shape[0], total, size)).unbind(0)
+        joint = first.new_empty((3, first.shape[0], sum(lengths), size)).unbind(0)
     else:
-        joint = [wire_empty(config, first, size, heads, total) for _ in range(3)]
+        joint = [wire_empty(config, first, size, heads, sum(lengths)) for _ in range(3)]
     query, key, value = joint
-    of_first: Any = query[:, :length], key[:, :length], value[:, :length]
-    of_second: Any = query[:, length:], key[:, length:], value[:, length:]
+    places: Any = zip(*[x.split_with_sizes(lengths, 1) for x in joint])
     later: list[Any] = []
-    for stream, (operand, options), out in zip(streams, how, (of_first, of_second)):
+    for stream, (operand, options), out in zip(streams, how, places):
         v: Any = stream.value
         if isinstance(v, tuple):
             if config is None:
@@ -761,7 +759,7 @@ def attend_to_all(
         query, key = (
             rotate(x.unflatten(2, (heads, -1)), joint_rope).flatten(2) for x in (query, key)
         )
-    return attend(call, module, query, key, value, mask, heads=heads, **options)
+    return attend(call, module, query, key, value, mask, heads=heads, config=config, **options)
 
 
 def run_joint_attention(

@@ -42,6 +42,7 @@ _TRACERS = ("torch._subclasses", "torch._export", "torch._functorch", "torch.exp
 # The classes of this package's replacements of forwards.
 STAND_INS: set[type] = set()
 _known: list[Any] = []
+_tables: list[Any] = []
 
 
 def find_class(path: str) -> type | None:
@@ -133,10 +134,31 @@ class KnownClass:
         self.calls = tuple([(each.owner, each.name, each.function) for each in self.functions])
 
 
+class KnownClasses:
+    """A table of known classes: ``by_class`` has for each loaded one its ``KnownClass`` and what else was
+    added with it."""
+
+    def __init__(self, *entries: tuple[Any, ...]) -> None:
+        self._entries: list[tuple[Any, ...]] = []
+        self.by_class: dict[type, Any] = {}
+        _tables.append(self)
+        for entry in entries:
+            self.add(*entry)
+
+    def add(self, known: KnownClass, *others: Any) -> None:
+        self._entries.append((known, *others))
+        self.look_up()
+
+    def look_up(self) -> None:
+        for entry in self._entries:
+            if entry[0].cls is not None:
+                self.by_class[entry[0].cls] = entry
+
+
 def look_up_libraries() -> None:
     """Looks up libraries that were loaded later. Earlier results stay, even if users replaced a function."""
-    for known in _known:
-        known.look_up()
+    for each in (*_known, *_tables):
+        each.look_up()
 
 
 def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
@@ -165,9 +187,9 @@ def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
         ):
             return False
         if "forward" in state and state["forward"] is not None:
-            owner = getattr(state["forward"], "__self__", None)
-            if type(owner) in STAND_INS:  # ``runs_class_forward``, inlined
-                if owner._module() is not each:
+            bound: Any = getattr(state["forward"], "__self__", None)
+            if type(bound) in STAND_INS:  # ``runs_class_forward``, inlined
+                if bound._module() is not each:
                     return False
             elif not runs_class_forward(each):
                 return False

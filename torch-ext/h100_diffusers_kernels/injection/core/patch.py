@@ -310,9 +310,8 @@ class StandIn:
             or nn.Module._call_impl is not CALL_IMPL
         ):
             reason = why_intercepted()
-        for known in self.functions:
-            function = known.function
-            if function is None or getattr(known.owner, known.name, None) is not function:
+        for owner, name, function in spec.known.calls:
+            if function is None or getattr(owner, name, None) is not function:
                 reason = reason or replaced_function(self.functions)
         if reason is None and spec.condition is not None:
             reason = spec.condition(module)

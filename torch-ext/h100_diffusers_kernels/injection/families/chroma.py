@@ -33,10 +33,8 @@ from ..quantized.precision import TWO_LISTS
 _CHROMA = "diffusers.models.transformers.transformer_chroma"
 _FLUX = "diffusers.models.transformers.transformer_flux"
 
-ADAPTIVE += [
-    (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroPruned"), 6, (1, 0)),
-    (KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroSinglePruned"), 3, (1, 0)),
-]
+ADAPTIVE.add(KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroPruned"), 6, (1, 0))
+ADAPTIVE.add(KnownClass(f"{_CHROMA}:ChromaAdaLayerNormZeroSinglePruned"), 3, (1, 0))
 
 
 def _first_norm(call: Call, block, previous_x, temb, *, first, last, **options) -> Any:

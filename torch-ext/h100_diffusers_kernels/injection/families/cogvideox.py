@@ -37,7 +37,7 @@ _CONSISID = f"{_MODELS}consisid_transformer_3d"
 _ATTENTIONS = "diffusers.models.attention_processor"
 _QK_NORMS = ("norm_q", "norm_k")
 _NORM = KnownClass("diffusers.models.normalization:CogVideoXLayerNormZero")
-ADAPTIVE.append((_NORM, 6, (1, 0, 4, 3)))
+ADAPTIVE.add(_NORM, 6, (1, 0, 4, 3))
 
 
 def _norms(

@@ -32,7 +32,7 @@ from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _COSMOS = "diffusers.models.transformers.transformer_cosmos"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
-ADAPTIVE.append((KnownClass(f"{_COSMOS}:CosmosAdaLayerNormZero"), 3, (1, 0)))
+ADAPTIVE.add(KnownClass(f"{_COSMOS}:CosmosAdaLayerNormZero"), 3, (1, 0))
 
 
 def _modulation(

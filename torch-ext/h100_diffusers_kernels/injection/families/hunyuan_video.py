@@ -177,10 +177,8 @@ def _refiner_block_forward(
 # Blocks that replace the first frame
 
 _REPLACING = f"{_MODELS}hunyuan_video:HunyuanVideoTokenReplace"
-ADAPTIVE += [
-    (KnownClass(f"{_REPLACING}AdaLayerNormZero"), 6, (1, 0)),
-    (KnownClass(f"{_REPLACING}AdaLayerNormZeroSingle"), 3, (1, 0)),
-]
+ADAPTIVE.add(KnownClass(f"{_REPLACING}AdaLayerNormZero"), 6, (1, 0))
+ADAPTIVE.add(KnownClass(f"{_REPLACING}AdaLayerNormZeroSingle"), 3, (1, 0))
 
 
 def _modulation(

@@ -32,7 +32,7 @@ from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _MODEL = "diffusers.models.transformers.transformer_lumina2"
 _SILU = KnownClass("diffusers.models.activations:FP32SiLU", "torch.nn.functional:silu")
-ADAPTIVE.append((KnownClass("diffusers.models.normalization:LuminaRMSNormZero"), 4, (0, None)))
+ADAPTIVE.add(KnownClass("diffusers.models.normalization:LuminaRMSNormZero"), 4, (0, None))
 _NORMS = ("norm2", "ffn_norm1", "ffn_norm2")
 _FF_READERS = partial(fp8_readers, "feed_forward", ("linear_1", "linear_3"))
 

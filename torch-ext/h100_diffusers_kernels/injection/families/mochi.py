@@ -37,10 +37,8 @@ from ..parts.streams import ADAPTIVE
 from ..quantized.precision import ONE_LIST
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
-ADAPTIVE += [
-    (KnownClass(f"{_MODEL}:MochiRMSNormZero"), 4, (0, None)),
-    (KnownClass(f"{_MODEL}:MochiLayerNormContinuous"), 1, (0, None)),
-]
+ADAPTIVE.add(KnownClass(f"{_MODEL}:MochiRMSNormZero"), 4, (0, None))
+ADAPTIVE.add(KnownClass(f"{_MODEL}:MochiLayerNormContinuous"), 1, (0, None))
 _NORMS = tuple(f"norm{i}{suffix}" for i in (2, 3, 4) for suffix in ("", "_context"))
 
 

@@ -30,9 +30,7 @@ from ..quantized.precision import ONE_LIST
 _SD3 = "diffusers.models.transformers.transformer_sd3"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_sd3"
 _ATTENTIONS = "diffusers.models.attention_processor"
-ADAPTIVE.append(
-    (KnownClass("diffusers.models.normalization:SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6))
-)
+ADAPTIVE.add(KnownClass("diffusers.models.normalization:SD35AdaLayerNormZeroX"), 9, (1, 0, 7, 6))
 
 
 def _image_readers(block: Any, x: Tensor) -> Any:

@@ -23,7 +23,7 @@ from ...operations.conditions import (
     same_dtype_and_unit_stride,
     why_not_taken,
 )
-from ..core.checks import KnownClass, is_stock, replaced_function, why_not_stock
+from ..core.checks import KnownClass, KnownClasses, is_stock, replaced_function, why_not_stock
 from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 from ..quantized.fp8_linears import (
@@ -47,7 +47,7 @@ SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
 # Classes like FLUX.2's ``Flux2FeedForward``: ``linear_out(act_fn(linear_in(x)))``. Families add theirs.
-SWIGLU_FEED_FORWARDS: list[KnownClass] = []
+SWIGLU_FEED_FORWARDS = KnownClasses()
 
 # The layers of an attention: of its only stream or the image, and of the text.
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
@@ -319,12 +319,17 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
             if last and not is_identity(last[0]):
                 return last[0](computed(y))
             return y
-    elif any(is_stock(module, known) for known in SWIGLU_FEED_FORWARDS):
+    elif _is_swiglu(module):
         layers = module._modules
         linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
         y = _fp8_feed_forward(activation, linear_in, out, x)
         return linear(out, activation(linear(linear_in, x))) if y is None else y
     return module(as_tensor(x))
+
+
+def _is_swiglu(module: Any) -> bool:
+    entry = SWIGLU_FEED_FORWARDS.by_class.get(type(module))
+    return entry is not None and is_stock(module, entry[0])
 
 
 def _run_activation(activation: Any, x: Any) -> Tensor:
@@ -354,7 +359,7 @@ def feed_forward_reader(name: str, block: Any, x: Tensor) -> dict[Any, Fp8Weight
     if layer is None or has_plain_weight(layer):
         return None
     is_known = is_stock(module, FEED_FORWARD) and type(net) is nn.ModuleList
-    if not is_known and not any(is_stock(module, known) for known in SWIGLU_FEED_FORWARDS):
+    if not is_known and not _is_swiglu(module):
         return None
     return fp8_weights_for(x, layer)
 
@@ -379,14 +384,10 @@ def fp8_readers(
 
 def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Product | None:
     """``out(activation(proj(x)))``, if ``out`` is an FP8 layer and the others are plain, or None."""
-    found = fp8_weight(out)
-    if found is None:
+    found, entry = fp8_weight(out), _FP8_ACTIVATIONS.by_class.get(type(activation))
+    if found is None or entry is None:
         return None
-    for known, why_not, halves, operation in _FP8_ACTIVATIONS:  # noqa: B007
-        if type(activation) is known.cls:
-            break
-    else:
-        return None
+    known, why_not, halves, operation = entry
     inner = proj._parameters
     is_quantized = type(x) is QuantizedRows
     if is_quantized and proj in x.weights:
@@ -522,7 +523,7 @@ def swiglu_spec(path: str) -> PatchSpec:
     """A class like FLUX.2's ``Flux2SwiGLU``: ``silu(first half) * second half``."""
     spec = PatchSpec(path, _swiglu_forward, "swiglu", condition=_why_not_plain_gate)
     operation = lambda _, h: operations.swiglu_fp8(h, activated="first")  # noqa: E731
-    _FP8_ACTIVATIONS.append((spec.known, _why_not_plain_gate, 2, operation))
+    _FP8_ACTIVATIONS.add(spec.known, _why_not_plain_gate, 2, operation)
     return spec
 
 
@@ -560,8 +561,8 @@ GATED_ACTIVATIONS = (
 
 # The activations of feed-forwards: why the kernels cannot replace one, the features of its input for each of
 # its result's, and the operation with a quantized result. ``swiglu_spec`` adds the families'.
-_FP8_ACTIVATIONS: list[Any] = [
+_FP8_ACTIVATIONS = KnownClasses(
     (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: operations.gelu_fp8(h, m.approximate)),
     (GEGLU.known, _why_not_gelu, 2, lambda _, h: operations.geglu_fp8(h)),
     (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: operations.swiglu_fp8(h)),
-]
+)

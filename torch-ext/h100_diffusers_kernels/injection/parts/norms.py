@@ -23,7 +23,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..core.checks import KnownClass, class_name, is_stock, why_not_stock
+from ..core.checks import KnownClass, KnownClasses, class_name, is_stock, why_not_stock
 from ..core.patch import Call
 from ..core.quantized_rows import QuantizedRows
 from ..quantized.fp8_linears import Fp8Product
@@ -39,7 +39,7 @@ _KREA2 = KnownClass(
 )
 # It contains another norm, and computes in float32.
 _MODULATED = KnownClass("diffusers.models.transformers.transformer_mochi:MochiModulatedRMSNorm")
-NORM_KINDS = (
+NORM_KINDS = KnownClasses(
     (LAYER_NORM, LAYER),
     (KnownClass(f"{_DIFFUSERS}FP32LayerNorm", "torch.nn.functional:layer_norm"), LAYER),
     (_RMS_NORM, RMS),
@@ -67,6 +67,7 @@ _FP8_RESIDUAL_OPERATIONS = _operations("gated_residual_", "_fp8")
 # None, and epsilon.
 Norm = tuple[str, tuple[Optional[Tensor], ...], float]
 _TENSORS = frozenset((Tensor, type(None)))
+_PARAMETERS = frozenset((*PLAIN_TYPES, type(None)))
 _NO_INDEX: dict[str, Any] = {}
 # A scale, shift or gate: a tensor; a table's row (D,) and an embedding, for their sum; rows that tokens
 # choose; or None.
@@ -95,6 +96,9 @@ class RowsByToken(NamedTuple):
     indices: Tensor
 
 
+_ROWS = frozenset((tuple, RowsByToken))
+
+
 def read_norm(
     module: Any,
     size: int | None = None,
@@ -106,23 +110,21 @@ def read_norm(
     ``size``: the input's last dimension. ``is_called``: whether this is a call of the module itself, so that
     its hooks have run.
     """
-    cls = type(module)
-    for known, kind in NORM_KINDS:  # noqa: B007
-        if cls is known.cls:
-            break
-    else:
+    entry = NORM_KINDS.by_class.get(type(module))
+    if entry is None:
         return f"is {an(class_name(module))}"
+    known, kind = entry
     if not is_called and not is_stock(module, known):
         return why_not_stock(module, known)
     if known is _MODULATED:
         return read_norm(module._modules.get("norm"), size)
     attributes, parameters = module.__dict__, module._parameters
     # Sharding replaces parameters with plain tensors.
-    weight = parameters.get("weight", attributes.get("weight"))
-    bias = parameters.get("bias", attributes.get("bias"))
-    for tensor in (weight, bias):
-        if tensor is not None and type(tensor) not in PLAIN_TYPES and not is_plain_tensor(tensor):
-            return "has a sharded or quantized weight"
+    weight = (parameters if "weight" in parameters else attributes).get("weight")
+    bias = (parameters if "bias" in parameters else attributes).get("bias")
+    are_plain = type(weight) in _PARAMETERS and type(bias) in _PARAMETERS
+    if not (are_plain or (is_plain_tensor(weight) and is_plain_tensor(bias))):
+        return "has a sharded or quantized weight"
     if kind == RMS and bias is not None:
         return "has a bias"
     if known is _KREA2:
@@ -203,10 +205,12 @@ def _for_samples_of(x: Tensor, *others: Any) -> Tensor:
     """x of one sample for each sample of the others, modulators or tensors. The operations broadcast only
     modulators."""
     for other in others:
-        if type(other) in (tuple, RowsByToken):  # the embedding of a sum, or the indices
-            other = other[1]
-        shape: Any = () if other is None else other.shape
-        if len(shape) > 1 and shape[0] != 1:
+        if other is None:
+            continue
+        if type(other) in _ROWS:
+            other = other[1]  # the embedding of a sum, or the indices
+        shape = other.shape
+        if shape[0] != 1 and len(shape) > 1:
             return x.expand(shape[0], *x.shape[1:])
     return x
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...operations.conditions import an
 from ..core.checks import (
     KnownClass,
+    KnownClasses,
     class_name,
     has_hooks,
     is_stock,
@@ -316,28 +317,21 @@ def plain_norm(
 # Adaptive norms: the class, the number of rows of its modulation, and the rows of scale and shift of each
 # result; None for no shift. Families add theirs.
 _PATH = "diffusers.models.normalization:"
-ADAPTIVE: list[tuple[KnownClass, int, tuple[int | None, ...]]] = [
+ADAPTIVE = KnownClasses(
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormZeroSingle"), 3, (1, 0)),
     (KnownClass(_PATH + "AdaLayerNormContinuous"), 2, (0, 1)),
-]
+)
 _SEQUENTIAL = KnownClass("torch.nn:Sequential")
-
-
-def is_adaptive(module: Any) -> bool:
-    """Whether a norm has the class of a known adaptive norm."""
-    return any(type(module) is known.cls for known, *_ in ADAPTIVE)
 
 
 def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
     """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
     as a clause."""
-    cls = type(module)
-    for known, count, places in ADAPTIVE:  # noqa: B007
-        if cls is known.cls:
-            break
-    else:
+    entry = ADAPTIVE.by_class.get(type(module))
+    if entry is None:
         return f"is {an(class_name(module))}"
+    known, count, places = entry
     if not is_stock(module, known):
         return why_not_stock(module, known)
     modules = module._modules
@@ -508,11 +502,11 @@ class BlockSpec(PatchSpec):
         """Each norm of a block: its name, and its parameters or why the kernels cannot replace it."""
         for name, child in block._modules.items():
             if child is not None and "norm" in name and name != "norm_out":
-                found: Any = read_adaptive(child)
-                if isinstance(found, str):
-                    norm = read_norm(child, upcasts=self.upcasts)
-                    found = found if is_adaptive(child) else norm
-                yield name, found
+                is_adaptive = type(child) in ADAPTIVE.by_class
+                yield (
+                    name,
+                    read_adaptive(child) if is_adaptive else read_norm(child, upcasts=self.upcasts),
+                )
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         return [f"{name} {norm}" for name, norm in self._norms(module) if isinstance(norm, str)]
