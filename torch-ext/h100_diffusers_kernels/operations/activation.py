@@ -12,8 +12,8 @@ from torch.nn.functional import gelu as torch_gelu
 from torch.nn.functional import silu as torch_silu
 
 from .._ops import add_op_namespace_prefix
-from .calls import APPROXIMATIONS, OUT_GIVEN, choice, kernel_call, plain_call, required
-from .fp8 import is_blocked, quantize_fp8_fake, values_and_scale
+from .calls import APPROXIMATIONS, OUT_GIVEN, choice, kernel_call, out_tensors, plain_call, required
+from .fp8 import is_blocked, quantize_fp8_fake
 
 _HALVES = {"second": False, "first": True}
 _OPERATIONS = ("gelu", "silu", "geglu", "swiglu")
@@ -69,9 +69,7 @@ def silu(x: Tensor, bias: Optional[Tensor] = None, *, out: Optional[Tensor] = No
     """Sigmoid linear unit, ``x * sigmoid(x)``, of ``x + bias``, as ``torch.nn.functional.silu``.
 
     Args:
-        x: ``(..., D)``, T.
-        bias: ``(D,)``, T, or None.
-        out: ``(..., D)``, T, or None; may be ``x`` itself.
+        x, bias, out: as in ``gelu``.
 
     Source: Elfwing et al., 2017, https://arxiv.org/abs/1702.03118.
     """
@@ -175,7 +173,7 @@ def swiglu_fp8(
     arguments = x, bias, True, True, False, first, is_blocked("swiglu_fp8", block_size)
     if out is None:
         return _swiglu_fp8(*arguments)
-    out = values_and_scale("swiglu_fp8", out)
+    out = out_tensors("swiglu_fp8", out, "(values, scale)", 2)
     return _swiglu_fp8_out(*arguments, *out, written=out)
 
 

@@ -105,6 +105,17 @@ def choice(operation: str, name: str, value: Any, choices: dict[str, Any]) -> An
     return choices[value]
 
 
+def out_tensors(operation: str, out: Any, names: str, size: int, condition: str = "") -> tuple:
+    """The tensors of ``out``. ``names`` and ``condition`` are for errors: its accepted forms, and when it has
+    ``size`` tensors."""
+    types = {*map(type, out)} if isinstance(out, (tuple, list)) else {type(None)}
+    if types != {Tensor} and not all(issubclass(each, Tensor) for each in types):
+        refuse_type(operation, "out", f"a tuple {names} of tensors or None", out)
+    if len(out) != size:
+        fail(operation, f"out must hold {size} tensors{condition}, got {len(out)}")
+    return tuple(out)
+
+
 def is_plain_tensor(tensor: Tensor | None) -> bool:
     """Whether a tensor is None, plain, or stands for a plain one while torch.compile traces."""
     cls = type(tensor)
@@ -124,23 +135,20 @@ def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
     return [(_PUBLIC_NAMES.get(n, n), "Tensor" in k, o) for (n, k), o in zip(kinds, optional)]
 
 
-def _check_types(operation: str, parameters: list, arguments: tuple) -> None:
+def _check_tensors(operation: str, parameters: list, arguments: tuple) -> None:
+    """Raises if a tensor argument is not a strided tensor."""
     for (name, is_tensor, is_optional), value in zip(parameters, arguments):
-        if is_tensor and not isinstance(value, Tensor) and not (is_optional and value is None):
-            accepted = "a tensor or None" if is_optional else "a tensor"
-            refuse_type(operation, name, accepted, value)
-
-
-def _check_layouts(operation: str, parameters: list, arguments: tuple) -> None:
-    for (name, *_), tensor in zip(parameters, arguments):
-        if not isinstance(tensor, Tensor):
+        if not isinstance(value, Tensor):
+            if is_tensor and not (is_optional and value is None):
+                accepted = "a tensor or None" if is_optional else "a tensor"
+                refuse_type(operation, name, accepted, value)
             continue
-        if tensor.is_nested:
+        if value.is_nested:
             given = "a nested one"
-        elif tensor.layout is not torch.strided:
-            given = f"one of layout {str(tensor.layout).replace('torch.', '')}"
-        elif tensor.is_quantized:
-            given = f"a quantized one of {dtype_name(tensor.dtype)}"
+        elif value.layout is not torch.strided:
+            given = f"one of layout {str(value.layout).replace('torch.', '')}"
+        elif value.is_quantized:
+            given = f"a quantized one of {dtype_name(value.dtype)}"
         else:
             continue
         fail(operation, f"{name} must be a strided tensor, got {given}")
@@ -148,8 +156,7 @@ def _check_layouts(operation: str, parameters: list, arguments: tuple) -> None:
 
 def _explain(operation: str, parameters: list, arguments: tuple, error: Exception) -> NoReturn:
     """Raises a one-sentence error for a failed call, or the original error. Called while it is handled."""
-    _check_types(operation, parameters, arguments)
-    _check_layouts(operation, parameters, arguments)
+    _check_tensors(operation, parameters, arguments)
     no_memory = _NO_MEMORY.match(str(error))
     if no_memory:
         name, elements, size, device = no_memory.groups()
@@ -260,7 +267,7 @@ def kernel_call(
         try:
             is_traced = _is_compiling()
             if is_traced:
-                _check_types(operation, parameters, arguments)
+                _check_tensors(operation, parameters, arguments)
             if forward_ad._current_level >= 0 or _are_transforms_active():
                 if not (is_traced or _are_transforms_active()):
                     kernel(*arguments)  # its checks
@@ -288,7 +295,7 @@ def plain_call(operation: str, name: str | None = None) -> Callable:
     parameters = _parameters(overload._schema)
     untraced = overload._op
 
-    def call(*arguments, written: Any = None, refused: tuple[str, str, Any] | None = None):
+    def call(*arguments, written: Any = None, refused: tuple[str, str, str] | None = None):
         # Before the try block, whose errors Dynamo of Torch 2.11 cannot trace.
         if (  # ``is_differentiated``, inlined
             forward_ad._current_level >= 0
@@ -298,7 +305,7 @@ def plain_call(operation: str, name: str | None = None) -> Callable:
             _refuse_derivatives(operation, parameters, arguments, refused)
         try:
             if _is_compiling():
-                _check_types(operation, parameters, arguments)
+                _check_tensors(operation, parameters, arguments)
                 results = overload(*arguments)
             else:
                 results = untraced(*arguments)
@@ -314,15 +321,13 @@ def plain_call(operation: str, name: str | None = None) -> Callable:
 
 
 def _refuse_derivatives(
-    operation: str, parameters: list, arguments: tuple, refused: tuple[str, str, Any] | None
+    operation: str, parameters: list, arguments: tuple, refused: tuple[str, str, str] | None
 ) -> NoReturn:
-    _check_types(operation, parameters, arguments)
+    _check_tensors(operation, parameters, arguments)
     if refused is None:
         # The first tensor that requires grad, otherwise the first argument: a transform may be of any.
         names = [p[0] for p, v in zip(parameters, arguments) if _requires_grad((v,))]
         argument = names[0] if names else parameters[0][0]
         fail(operation, f"{argument} must not {_DIFFERENTIABLE}, got a tensor that may")
-    _check_layouts(operation, parameters, arguments)
     argument, accepted, given = refused
-    given = given if isinstance(given, str) else shown(given)
     fail(operation, f"{argument} must be {accepted} {_DIFFERENTIATED}, got {given}")

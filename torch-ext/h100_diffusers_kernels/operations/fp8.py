@@ -14,6 +14,7 @@ from .calls import (
     choice,
     dtype_name,
     fail,
+    out_tensors,
     plain_call,
     refuse_type,
     required,
@@ -35,15 +36,6 @@ def is_blocked(operation: str, block_size: Any) -> bool:
     if block_size != _BLOCK_SIZE:
         fail(operation, f"block_size must be {_BLOCK_SIZE} or None, got {shown(block_size)}")
     return True
-
-
-def values_and_scale(operation: str, out: Any) -> tuple:
-    """The operator's values for ``out``."""
-    if not isinstance(out, (tuple, list)) or not all(isinstance(x, Tensor) for x in out):
-        refuse_type(operation, "out", "a tuple (values, scale) of tensors or None", out)
-    if len(out) != 2:
-        fail(operation, f"out must hold 2 tensors, got {len(out)}")
-    return tuple(out)
 
 
 def quantize_fp8(
@@ -69,7 +61,7 @@ def quantize_fp8(
     blocked = is_blocked("quantize_fp8", block_size)
     if out is None:
         return _quantize_fp8(x, blocked)
-    out = values_and_scale("quantize_fp8", out)
+    out = out_tensors("quantize_fp8", out, "(values, scale)", 2)
     return _quantize_fp8_out(x, blocked, *out, written=out)
 
 
@@ -158,9 +150,8 @@ def linears_fp8(
         if not isinstance(tensors, (tuple, list)):
             accepted = "a tuple or list" if name != "biases" else "a tuple, a list or None"
             refuse_type("linears_fp8", name, accepted, tensors)
-    if len(weights) not in (2, 3):
-        fail("linears_fp8", f"weights must hold 2 or 3 tensors, got {len(weights)}")
-    for name, tensors in given.items():
+        if len(weights) not in (2, 3):
+            fail("linears_fp8", f"weights must hold 2 or 3 tensors, got {len(weights)}")
         if len(tensors) != len(weights):
             fail("linears_fp8", f"{name} must hold {len(weights)} tensors, got {len(tensors)}")
         if name != "biases" and len(tensors) == 3 and not isinstance(tensors[2], Tensor):
@@ -197,7 +188,7 @@ def linear_gelu_fp8(
     arguments = x, x_scale, weight, weight_scale, bias, tanh
     if out is None:
         return _linear_gelu_fp8(*arguments)
-    out = values_and_scale("linear_gelu_fp8", out)
+    out = out_tensors("linear_gelu_fp8", out, "(values, scale)", 2)
     return _linear_gelu_fp8_out(*arguments, *out, written=out)
 
 
@@ -239,11 +230,8 @@ def _linears_fp8_fake(x, x_scale, *arguments):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))
-def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, *_):
-    required(x_scale, weight, weight_scale)
-    # A weight without dimensions raises when the kernel is called.
-    columns = weight.shape[0] if weight.dim() > 0 else 0
-    return quantize_fp8_fake(x.new_empty((*x.shape[:-1], columns)), True)
+def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, bias, _):
+    return quantize_fp8_fake(_linear_fp8_fake(x, x_scale, weight, weight_scale, bias, False), True)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8_out"))

@@ -58,13 +58,11 @@ def _norm(
     return modulated(normalized(x, is_layer_norm, weight, bias, eps), scale, shift).to(dtype)
 
 
-def _norm_pair(x, scale, shift, second_scale, second_shift, weight, bias, eps):
-    dtype = x.dtype
-    x, weight, bias, *modulators = promoted(
-        x, weight, bias, scale, shift, second_scale, second_shift
-    )
+def _norm_pair(x, *tensors_and_eps):
+    dtype, (*tensors, eps) = x.dtype, tensors_and_eps
+    x, scale, shift, second_scale, second_shift, weight, bias = promoted(x, *tensors)
     n = normalized(x, True, weight, bias, eps)
-    return modulated(n, *modulators[:2]).to(dtype), modulated(n, *modulators[2:]).to(dtype)
+    return modulated(n, scale, shift).to(dtype), modulated(n, second_scale, second_shift).to(dtype)
 
 
 def _residual(
@@ -96,12 +94,12 @@ def _residual_norm_pair(residual, x, gate, *modulation):
 def _split(operation: str, **modulators: Any) -> list:
     """The embeddings of some modulators, then their rows. Each may be None."""
     embeddings, rows = [], []
-    for name, embedding in modulators.items():
-        row = None
-        if type(embedding) is tuple:
-            if len(embedding) != 2 or not all(isinstance(part, Tensor) for part in embedding):
-                refuse_type(operation, name, "a tensor or a pair of tensors", embedding)
-            row, embedding = embedding
+    for name, given in modulators.items():
+        row, embedding = None, given
+        if type(given) is tuple:
+            row, embedding = given if len(given) == 2 else (None, None)
+            if not isinstance(row, Tensor) or not isinstance(embedding, Tensor):
+                refuse_type(operation, name, "a tensor or a pair of tensors", given)
         embeddings.append(embedding)
         rows.append(row)
     return embeddings + rows
@@ -129,18 +127,14 @@ def _modulate(call, x, is_layer_norm, weight, bias, scale, shift, eps, index):
     return call(x, is_layer_norm, weight, bias, scale, shift, eps, *rows, index)
 
 
-def _gated_modulate(
-    call, residual, x, is_layer_norm, gate, scale, shift, weight, bias, eps, branch
-):
+def _gated(call, residual, x, is_layer_norm, gate, scale, shift, weight, bias, eps, branch):
     addend, x_weight, x_eps, tanh_gate, index = branch
     if type(eps) is not float:
         eps = number(call.__name__, "eps", eps)
     if (
         addend is x_weight is x_eps is index is None
         and tanh_gate is False
-        and type(gate) is not tuple
-        and type(scale) is not tuple
-        and type(shift) is not tuple
+        and tuple not in (type(gate), type(scale), type(shift))
     ):
         return call(residual, x, is_layer_norm, gate, scale, shift, weight, bias, eps)
     branch = _branch(call.__name__, addend, x_weight, x_eps, tanh_gate)
@@ -270,7 +264,7 @@ def _layer_norm_modulate_pair_fake(x, *_):
 # Residual and gate
 
 _gated_residual = kernel_call("gated_residual", _residual)
-_gated_rms_norm, _gated_layer_norm = (
+_gated_rms, _gated_ln = (
     kernel_call(operation, _residual_norm, "gated_residual_norm_modulate")
     for operation in ("gated_residual_rms_norm_modulate", "gated_residual_layer_norm_modulate")
 )
@@ -339,9 +333,7 @@ def gated_residual_rms_norm_modulate(
         ``(h, modulated)``, each ``(..., D)``, T.
     """
     branch = addend, x_weight, x_eps, tanh_gate, index
-    return _gated_modulate(
-        _gated_rms_norm, residual, x, False, gate, scale, shift, weight, None, eps, branch
-    )
+    return _gated(_gated_rms, residual, x, False, gate, scale, shift, weight, None, eps, branch)
 
 
 def gated_residual_layer_norm_modulate(
@@ -363,9 +355,7 @@ def gated_residual_layer_norm_modulate(
     """As ``gated_residual_rms_norm_modulate``, with a layer norm and its ``bias``, ``(D,)``, T or float32, or
     None."""
     branch = addend, x_weight, x_eps, tanh_gate, index
-    return _gated_modulate(
-        _gated_layer_norm, residual, x, True, gate, scale, shift, weight, bias, eps, branch
-    )
+    return _gated(_gated_ln, residual, x, True, gate, scale, shift, weight, bias, eps, branch)
 
 
 def gated_residual_layer_norm_modulate_pair(
@@ -401,14 +391,12 @@ def _gated_residual_fake(residual, x, *_):
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate"))
 def _gated_residual_norm_modulate_fake(residual, x, *_):
-    required(x)
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+    return _gated_residual_fake(residual, x), residual.new_empty(residual.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate_pair"))
 def _gated_residual_layer_norm_modulate_pair_fake(residual, x, *_):
-    required(x)
-    return tuple(residual.new_empty(residual.shape) for _ in range(3))
+    return *_gated_residual_norm_modulate_fake(residual, x), residual.new_empty(residual.shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -418,7 +406,7 @@ _rms_norm_fp8, _layer_norm_fp8, _rms_norm_modulate_fp8, _layer_norm_modulate_fp8
     plain_call(f"{operation}_fp8", "norm_fp8")
     for operation in ("rms_norm", "layer_norm", "rms_norm_modulate", "layer_norm_modulate")
 )
-_gated_rms_norm_fp8, _gated_layer_norm_fp8 = (
+_gated_rms_fp8, _gated_ln_fp8 = (
     plain_call(f"gated_residual_{norm}_modulate_fp8", "gated_residual_norm_modulate_fp8")
     for norm in ("rms_norm", "layer_norm")
 )
@@ -490,9 +478,7 @@ def gated_residual_rms_norm_modulate_fp8(
         ``(h, values, scale)``.
     """
     branch = addend, x_weight, x_eps, tanh_gate, index
-    return _gated_modulate(
-        _gated_rms_norm_fp8, residual, x, False, gate, scale, shift, weight, None, eps, branch
-    )
+    return _gated(_gated_rms_fp8, residual, x, False, gate, scale, shift, weight, None, eps, branch)
 
 
 def gated_residual_layer_norm_modulate_fp8(
@@ -514,9 +500,7 @@ def gated_residual_layer_norm_modulate_fp8(
     """As ``gated_residual_layer_norm_modulate``, with results as from
     ``gated_residual_rms_norm_modulate_fp8``."""
     branch = addend, x_weight, x_eps, tanh_gate, index
-    return _gated_modulate(
-        _gated_layer_norm_fp8, residual, x, True, gate, scale, shift, weight, bias, eps, branch
-    )
+    return _gated(_gated_ln_fp8, residual, x, True, gate, scale, shift, weight, bias, eps, branch)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("norm_fp8"))
@@ -526,5 +510,4 @@ def _norm_fp8_fake(x, *_):
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate_fp8"))
 def _gated_residual_norm_modulate_fp8_fake(residual, x, *_):
-    required(x)
-    return residual.new_empty(residual.shape), *quantize_fp8_fake(residual, False)
+    return _gated_residual_fake(residual, x), *quantize_fp8_fake(residual, False)

@@ -18,6 +18,7 @@ from .calls import (
     is_differentiated,
     kernel_call,
     number,
+    out_tensors,
     plain_call,
     promoted,
     refuse_type,
@@ -248,27 +249,18 @@ def qk_norm_rope(
         fail("qk_norm_rope", "out must be given along with v, got None")
     if not writes:
         return _qk_norm_two_ropes(q, k, v, *arguments)
-    refused: tuple[str, str, Any]
     if out is None:
-        outputs, refused = (q, k), ("inplace", "False", True)
+        outputs, refused = (q, k), ("inplace", "False", "True")
     else:
-        outputs, refused = _outputs(inplace, v, out), ("out", "None", out)
+        if inplace:
+            fail("qk_norm_rope", "inplace must be False along with out, got True")
+        names = "(q_out, k_out) or (q_out, k_out, v_out)"
+        size, condition = (2, " without v") if v is None else (3, " with v")
+        outputs = out_tensors("qk_norm_rope", out, names, size, condition)
+        refused = "out", "None", type(out).__name__
     q_out, k_out, v_out = (*outputs, None)[:3]
     arguments = q, k, v, *arguments, q_out, k_out, v_out, inplace
     return _qk_norm_rope_out(*arguments, written=outputs, refused=refused)
-
-
-def _outputs(inplace: bool, v: Optional[Tensor], out: Any) -> tuple:
-    types = {*map(type, out)} if isinstance(out, (tuple, list)) else {type(None)}
-    if types != {Tensor} and not all(issubclass(each, Tensor) for each in types):
-        accepted = "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors or None"
-        refuse_type("qk_norm_rope", "out", accepted, out)
-    if inplace:
-        fail("qk_norm_rope", "inplace must be False along with out, got True")
-    size, given = (2, "without") if v is None else (3, "with")
-    if len(out) != size:
-        fail("qk_norm_rope", f"out must hold {size} tensors {given} v, got {len(out)}")
-    return tuple(out)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
