@@ -21,7 +21,7 @@ from typing import Callable, Optional
 from torch import Tensor, nn
 
 from . import operations
-from .operations.conditions import is_plain_tensor, kernels_take
+from .operations.conditions import kernels_take
 
 __all__ = ["GEGLU", "GELU", "LayerNorm", "RMSNorm", "SwiGLU"]
 
@@ -41,10 +41,14 @@ def _is_designated(cls: type) -> bool:
     return True
 
 
-def _kernels_normalize(x: Tensor, *parameters: Optional[Tensor]) -> bool:
-    """Whether the kernels support a norm over x's last dimension with these parameters."""
-    return kernels_take(x, *parameters) and all(
-        is_plain_tensor(p) and (p is None or p.shape == x.shape[-1:]) for p in parameters
+def _kernels_normalize(layer: nn.Module, x: Tensor, *parameters: Optional[Tensor]) -> bool:
+    """Whether the kernels support the layer's norm, which must be over x's last dimension."""
+    return (
+        _is_designated(type(layer))
+        # diffusers' RMSNorm has no normalized_shape: it always normalizes the last dimension.
+        and tuple(getattr(layer, "normalized_shape", x.shape[-1:])) == tuple(x.shape[-1:])
+        and kernels_take(x, *parameters)
+        and all(p is None or p.shape == x.shape[-1:] for p in parameters)
     )
 
 
@@ -62,15 +66,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        # diffusers' class has no normalized_shape: it always normalizes the last dimension.
-        normalized = tuple(getattr(self, "normalized_shape", hidden_states.shape[-1:]))
         bias = None if weight is None else getattr(self, "bias", None)
-        if (
-            not _is_designated(type(self))
-            or self.eps is None
-            or normalized != tuple(hidden_states.shape[-1:])
-            or not _kernels_normalize(hidden_states, weight, bias)
-        ):
+        if self.eps is None or not _kernels_normalize(self, hidden_states, weight, bias):
             return type(self).forward(self, hidden_states)
         out = operations.rms_norm(hidden_states, weight, self.eps)
         return out if bias is None else out + bias
@@ -83,7 +80,6 @@ class LayerNorm(nn.Module):
     ``diffusers.models.normalization.FP32LayerNorm``, which computes in float32 like the operation.
     """
 
-    normalized_shape: tuple[int, ...]
     weight: Optional[Tensor]
     bias: Optional[Tensor]
     eps: float
@@ -91,11 +87,7 @@ class LayerNorm(nn.Module):
     can_torch_compile = has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
-        if (
-            not _is_designated(type(self))
-            or tuple(self.normalized_shape) != tuple(input.shape[-1:])
-            or not _kernels_normalize(input, self.weight, self.bias)
-        ):
+        if not _kernels_normalize(self, input, self.weight, self.bias):
             return type(self).forward(self, input)
         return operations.layer_norm(input, self.weight, self.bias, self.eps)
 
