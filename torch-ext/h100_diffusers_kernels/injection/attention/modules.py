@@ -204,10 +204,10 @@ def attend(
             if mask is not None and key_lengths is None and key_bias is None:
                 key_bias = shared_key_bias(call, mask, key, prepares_mask)
             if mask is None or key_bias is not None or key_lengths is not None:
-                how: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
-                how.update(heads=heads, out=out)
+                arguments: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
+                arguments.update(heads=heads, out=out)
                 if gate is addend is is_unbiased is None:
-                    return operations.attention(query, key, value, **how)
+                    return operations.attention(query, key, value, **arguments)
                 if (
                     is_unbiased is None
                     and same_dtype_and_unit_stride(query, addend)
@@ -215,8 +215,9 @@ def attend(
                     and modulators_compatible(query, gate)
                     and not is_differentiated(gate, addend)
                 ):
-                    return operations.attention(query, key, value, gate=gate, addend=addend, **how)
-                result = operations.attention(query, key, value, **how)
+                    arguments.update(gate=gate, addend=addend)
+                    return operations.attention(query, key, value, **arguments)
+                result = operations.attention(query, key, value, **arguments)
                 if is_unbiased is not None:
                     first = result[:, : is_unbiased.shape[1]]
                     unbiased = operations.attention(
@@ -458,8 +459,7 @@ def norm_and_rotate(
         if operand is not None or (rope is None and module._modules.get(names[0]) is not None):
             options = _norm_options(call, module, names, query, key, heads, form, upcasts)
             if options is not None:
-                how: Any = {"rope": operand, "k_rope": key_operand, "heads": heads, **options}
-                how["layout"] = layout
+                options.update(rope=operand, k_rope=key_operand, heads=heads, layout=layout)
                 if (
                     config is not None
                     and operand is not None
@@ -468,8 +468,8 @@ def norm_and_rotate(
                     and not is_differentiated(query, key, *options.values())
                 ):
                     size = query.shape[2]
-                    how["out"] = tuple(wire_empty(config, query, size, heads) for _ in range(2))
-                q, k = operations.qk_norm_rope(query, key, **how)
+                    options["out"] = tuple(wire_empty(config, query, size, heads) for _ in range(2))
+                q, k = operations.qk_norm_rope(query, key, **options)
                 return q, k
     dtype = query.dtype
     if per_head:
@@ -480,8 +480,8 @@ def norm_and_rotate(
     query = apply_norm(call, module, names[0], query, norms_in_float32)
     key = apply_norm(call, module, names[1], key, norms_in_float32)
     if rope is not None and operand is not None and same_dtype_and_unit_stride(query, key):
-        how = {"rope": operand, "heads": heads, "layout": layout, "k_rope": key_operand}
-        query, key = operations.qk_norm_rope(query, key, norm="none", **how)
+        options = {"rope": operand, "k_rope": key_operand, "heads": heads, "layout": layout}
+        query, key = operations.qk_norm_rope(query, key, norm="none", **options)
     elif rope is not None:
         query, key = rotate(query, rope), rotate(key, rope if key_rope is None else key_rope)
     if keeps_dtype or upcasts is Upcasts.TO_NEXT_LINEAR:
@@ -659,7 +659,7 @@ def _joint_query_key_value(
     the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
     context parallelism, or None."""
     first = streams[0].query
-    how = []
+    rotations = []
     for stream in streams:
         query, key = stream.query, stream.key
         if query.shape != key.shape or query.shape[::2] != first.shape[::2]:
@@ -673,7 +673,7 @@ def _joint_query_key_value(
         options = _norm_options(call, module, stream.norms, query, key, heads, "per_head")
         if options is None:
             return None
-        how.append((operand, options))
+        rotations.append((operand, options))
     for stream in streams:
         value = stream.value
         if not (
@@ -687,7 +687,7 @@ def _joint_query_key_value(
                 stream.query, value
             ):
                 return None
-    for stream, (_, options) in zip(streams, how):
+    for stream, (_, options) in zip(streams, rotations):
         if is_differentiated(stream.query, stream.key, stream.value, *options.values()):
             return None
     if not same_dtype_and_unit_stride(first, streams[1].query):
@@ -701,7 +701,7 @@ def _joint_query_key_value(
     query, key, value = joint
     places: Any = zip(*[x.split_with_sizes(lengths, 1) for x in joint])
     later: list[Any] = []
-    for stream, (operand, options), out in zip(streams, how, places):
+    for stream, (operand, options), out in zip(streams, rotations, places):
         v: Any = stream.value
         if isinstance(v, tuple):
             if config is None:
@@ -749,8 +749,8 @@ def attend_to_all(
         each = []
         alone = config if len(streams) == 1 and joint_rope is None else None
         for stream in streams:
-            how = (stream.query, stream.key, stream.rope, rotate, "per_head", heads)
-            q, k = norm_and_rotate(call, module, *how, config=alone, names=stream.norms)
+            operands = (stream.query, stream.key, stream.rope, rotate, "per_head", heads)
+            q, k = norm_and_rotate(call, module, *operands, config=alone, names=stream.norms)
             value = stream.value
             each.append((q, k, linear(*value) if isinstance(value, tuple) else value))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]

@@ -111,9 +111,9 @@ def _parallel_attention_forward(
     query, key, value = qkv.chunk(3, dim=-1)
     heads = query.shape[2] // self.head_dim
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
-    how = (image_rotary_emb, rotate, "per_head", heads)
+    operands = (query, key, image_rotary_emb, rotate, "per_head", heads)
     config = attention.context_parallel_of(call, self)
-    query, key = attention.norm_and_rotate(call, self, query, key, *how, config=config)
+    query, key = attention.norm_and_rotate(call, self, *operands, config=config)
     attend = partial(attention.attend, call, self, query, key, value, attention_mask, heads=heads)
     activation, to_out = self._modules["mlp_act_fn"], self._modules["to_out"]
     is_branch = type(hidden_states) is QuantizedRows

@@ -93,9 +93,9 @@ def _attention_forward(
     if self.fused_projections and call.takes(x):
         fused = linears.linear(self._modules["to_qkv"], x).chunk(3, dim=-1)
     operands = (x, None, rotary_emb, _rotated(call), attention_mask)
-    how: Any = {"form": "part_of_head", "layout": "half", "norms_in_float32": norms_in_float32}
-    options = {"dropout_p": 0.0, "is_causal": False}
-    return attention.run_attention(call, self, *operands, options, projected=fused, **how)
+    options: Any = {"layout": "half", "norms_in_float32": norms_in_float32, "projected": fused}
+    of_attend = {"dropout_p": 0.0, "is_causal": False}
+    return attention.run_attention(call, self, *operands, of_attend, form="part_of_head", **options)
 
 
 def _rotated(call: Call) -> Any:
