@@ -920,6 +920,18 @@ def test_other_adapters(kernel, device):
                 assert_close(run(model, arguments), run(plain, arguments), 0.01)
 
 
+def test_log_of_dequantized_weights(kernel, device, caplog):
+    """Without the originals, layers below BOFT get the values of the FP8 weights that the injection made."""
+    model = model_of(FLUX, device, **FLUX.one_block)
+    names = kernel.inject_kernels(model, precision="fp8", keep_originals=False).quantized
+    with caplog.at_level(logging.INFO, logger="h100_diffusers_kernels"):
+        model.add_adapter(ADAPTERS["BOFT"](target_modules=FLUX.lora_targets))
+    count = len(names) - len(quantized_names(model))
+    text = "have the values of their FP8 weights, because keep_originals was False"
+    assert count and f"{count} linear layers {text}" in caplog.text
+    assert "given since" not in caplog.text
+
+
 def test_adapters_that_read_weights(kernel, device):
     """Their layers are not quantized."""
     model = model_of(LTX, device)

@@ -75,6 +75,9 @@ def test_card_is_a_template_that_kernel_builder_can_fill():
 
 # -- Python sources ----------------------------------------------------------------------------
 
+# Arguments that Python 3.9 does not have.
+NEWER_ARGUMENTS = {"zip": {"strict"}, "dataclass": {"slots", "kw_only"}}
+
 
 @pytest.mark.parametrize(
     "path", sorted(SOURCES.rglob("*.py")), ids=lambda path: path.relative_to(SOURCES).as_posix()
@@ -87,6 +90,9 @@ def test_python_source_is_for_3_9_and_imports_only_torch(path):
             imported.update(name.name.split(".")[0] for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             imported.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Call):
+            newer = NEWER_ARGUMENTS.get(ast.unparse(node.func), set())
+            assert newer.isdisjoint(keyword.arg for keyword in node.keywords), node.lineno
     assert imported - set(sys.stdlib_module_names) <= {"torch"}
 
 

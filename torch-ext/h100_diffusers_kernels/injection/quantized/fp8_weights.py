@@ -30,7 +30,6 @@ _AT_ONCE = 2**24
 # Rounding to FP8 moves a value by at most 2**-4 of it or, if it is small, 2**-10 of its row's scale. The rest
 # is for the rounding to 16 bits.
 _ROUNDING, _SMALLEST_STEP = 2**-4 + 2**-8, 2**-9
-_DEQUANTIZED = "have the dequantized values of the FP8 weights that they were given since"
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -124,7 +123,7 @@ def _to_host(values: Tensor) -> Tensor:
         return values.cpu()
     on_host = torch.empty_like(values, device="cpu")
     locked = torch.empty(max(_AT_ONCE, values.shape[1]), dtype=values.dtype, pin_memory=True)
-    for source, target in zip(_parts(values), _parts(on_host), strict=True):
+    for source, target in zip(_parts(values), _parts(on_host)):
         target.copy_(locked[: source.numel()].view(source.shape).copy_(source))
     return on_host
 
@@ -161,8 +160,8 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
         if parameter is None and not all_of_them:
             outcomes["stay quantized, because keep_originals was False"] += 1
             continue
-        values, are_others = _current_values(module, original)
-        outcomes[_DEQUANTIZED if are_others else None] += 1
+        values, outcome = _current_values(module, original)
+        outcomes[outcome] += 1
         parameter = nn.Parameter(values) if parameter is None else parameter
         parameter.data = values
         parameter.requires_grad_(module.weight.requires_grad)
@@ -174,16 +173,18 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
 
 
 @torch.no_grad()
-def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, bool]:
-    """The values that a quantized layer's weight would have: the original's, or dequantized ones if the layer
-    got other FP8 values since (True), such as by ``load_state_dict``. In host memory a sample tells."""
+def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, str | None]:
+    """The values that a quantized layer's weight would have: the original's, or dequantized ones and why. The
+    layer may have got other FP8 values since, such as by ``load_state_dict``. In host memory a sample tells."""
     weight, parameter = weight_values(layer), original.parameter
+    reason = "have the values of their FP8 weights, because keep_originals was False"
     if parameter is not None:
         values = parameter.data if on_host or weight is None else parameter.data.to(weight.device)
         if weight is None or _is_quantization_of(values, weight, on_host):
-            return values.to(original.dtype), False
+            return values.to(original.dtype), None
+        reason = "have the dequantized values of the FP8 weights that they were given since"
     values = weight.dequantize(original.dtype)
-    return _to_host(values) if on_host else values, True
+    return _to_host(values) if on_host else values, reason
 
 
 def _sample(rows: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def _is_quantization_of(values: Tensor, weight: Any, in_sample: bool) -> bool:
     rows = max(1, _AT_ONCE // values.shape[1])
     compared = (values, weight.qdata, scale)
     parts = (_sample(each).split(rows) if in_sample else each.split(rows) for each in compared)
-    for part, *of_weight in zip(*parts, strict=True):
+    for part, *of_weight in zip(*parts):
         rounded, of_rows = (each.float() for each in of_weight)
         exact = part.to(rounded.device).float()
         limit = exact.abs().mul_(_ROUNDING).add_(of_rows * _SMALLEST_STEP)
