@@ -725,7 +725,7 @@ def test_a_copy_has_graphs_of_its_own(pair, graphs):  # noqa: F811
     pair.captured()
     duplicate = copy.deepcopy(pair.model)
     changes.change_weight(duplicate.get_submodule(LINEAR), "data =")
-    assert duplicate.forward.__self__.module is duplicate
+    assert duplicate.forward.__self__.module() is duplicate
     with torch.inference_mode():
         arguments = pair.inputs()
         outs = [duplicate(**arguments, return_dict=False)[0] for _ in range(4)]

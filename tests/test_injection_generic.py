@@ -402,7 +402,7 @@ def test_processors_stay_diffusers_own(kernel, device):
 def test_a_mask_that_a_module_repeats_for_its_heads(kernel, device):
     """It is recognized by its origin: another mask of its shape may differ between heads."""
     attention = PIXART.model(device, BFLOAT16).transformer_blocks[0].attn2
-    module = kernel.injection.attention.processors._Attention(attention, None)
+    module = kernel.injection.attention.processors._Attention(attention)
     mask = torch.zeros(2, 1, 6, device=device)
     made = module.prepare_attention_mask(mask, 6, 2).view(2, 2, 1, 6)
     assert module.has_repeated(made) and not module.has_repeated(made + 1)

@@ -294,7 +294,7 @@ def _plan(
         if patch.class_forward_slot(model) is None:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
-        inner = next((s for s in stand_ins if s.module is model), None)
+        inner = next((s for s in stand_ins if s.module() is model), None)
         if inner is not None:
             stand_ins.remove(inner)
         stand_ins.append(GraphedStandIn(model, inner, injection, pool))

@@ -89,7 +89,7 @@ def register_attention_backend() -> str:
 def why_not_own_in_parallel(stand_in: Any) -> str | None:
     """Why an attention's own code cannot run under its model's context parallelism: it would attend to other
     tokens than this package's."""
-    processor = getattr(stand_in.module, "processor", None)
+    processor = getattr(stand_in.module(), "processor", None)
     config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
     splits_masks = getattr(stand_in.spec, "splits_masks", True)
     is_known = splits_masks and hasattr(processor, "_parallel_config")
@@ -110,7 +110,7 @@ def run_own_in_parallel(run: Callable, stand_in: Any) -> Any:
     if reason is not None:
         raise RuntimeError(reason)
     config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
-    processor: Any = getattr(stand_in.module, "processor", None)
+    processor: Any = getattr(stand_in.module(), "processor", None)
     if config is None or processor._attention_backend is not None or not is_native(processor, True):
         return run()
     names = sys.modules[DISPATCH_MODULE].AttentionBackendName

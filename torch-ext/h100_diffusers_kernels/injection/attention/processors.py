@@ -37,7 +37,7 @@ from ...operations.conditions import (
     why_not_taken,
 )
 from ..core.checks import KnownFunction
-from ..core.patch import Call, Injection, PatchSpec, StandIn, bare_stand_in
+from ..core.patch import Call, Injection, PatchSpec, Proxy, StandIn, bare_stand_in
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
@@ -202,22 +202,18 @@ class _Processor:
         return getattr(self._processor, name)
 
 
-class _Attention:
-    """Proxy of an attention module with another processor, for its class's forward and its processor."""
+class _Attention(Proxy):
+    """Proxy of an attention module with another processor, for its class's forward and its processor.
 
-    def __init__(self, module: nn.Module, call: Call, is_traced: bool = False) -> None:
-        if not is_traced:
-            # Attributes copied here avoid calls of ``__getattr__``.
-            self.__dict__.update(module.__dict__)
-            self.__dict__.update(module._parameters)
-            self.__dict__.update(module._modules)
-        self._module = module
-        self._call = call
-        self._ran = False
-        self._repeated: Tensor | None = None
+    Attributes:
+        _call: the module's call.
+        _ran: whether the kernel has computed the attention.
+        _repeated: the result of ``prepare_attention_mask``.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+    _call: Call
+    _ran = False
+    _repeated: Tensor | None = None
 
     def prepare_attention_mask(self, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's method, which repeats each sample's mask for its heads. Stores the result."""
@@ -372,7 +368,8 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         if out is not None:
             return out
     is_traced = torch.compiler.is_dynamo_compiling()
-    attention: Any = _Attention(self, call, is_traced)
+    attention: Any = _Attention(self, is_traced)
+    attention._call = call
     # ``Attention`` does no more than this, unless it has arguments that its processor does not take.
     is_direct = (
         not is_traced

@@ -17,10 +17,9 @@ Values = TypeVar("Values", bound=tuple)
 
 
 class _Capture(threading.local):
-    """Whether this package captures this thread's calls into a CUDA graph, and the caller's stream."""
+    """``stream``: the caller's, while this package captures this thread's calls into a CUDA graph."""
 
     stream: Any = None
-    is_on = False
 
 
 _capture = _Capture()
@@ -29,24 +28,24 @@ _capture = _Capture()
 @contextlib.contextmanager
 def capturing(device: torch.device) -> Iterator[None]:
     """Marks this thread's calls as being captured, for callers on the current stream."""
-    before = _capture.is_on, _capture.stream
-    _capture.is_on, _capture.stream = True, _current_stream(device)
+    before, _capture.stream = _capture.stream, _current_stream(device)
     try:
         yield
     finally:
-        _capture.is_on, _capture.stream = before
+        _capture.stream = before
 
 
 def is_capturing() -> bool:
-    return _capture.is_on
+    return _capture.stream is not None
 
 
 def _current_stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else "cpu"
 
 
 def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) -> Values:
     """``make()`` on x's device, or its cached result in this module if the arguments are equal."""
+    stream = _capture.stream
     flat: list[Any] = []
     for argument in arguments:
         is_list = isinstance(argument, (tuple, list))
@@ -56,20 +55,20 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
         # Arrays and tensors may change their values before the next call.
         or not all(argument is None or type(argument) in (bool, int, float) for argument in flat)
         # Modes, and a user's captures, create tensors without values or observe their creation.
-        or not _capture.is_on
+        or stream is None
         and (
             torch._C._len_torch_dispatch_stack() > 0
             or (x.is_cuda and torch.cuda.is_current_stream_capturing())
         )
     ):
         return make()
-    key = (x.device, _capture.stream if _capture.is_on else _current_stream(x.device), *flat)
+    key = (x.device, _current_stream(x.device) if stream is None else stream, *flat)
     entry = call.stand_in.cached
     if entry is None or entry[0] != key:
         # Inference tensors cannot be used by autograd later, and have no version.
         with torch.inference_mode(False), torch.no_grad():
             entry = key, make()
         # Tensors made during a capture have no values until the graph is replayed.
-        if not _capture.is_on and all(type(tensor) is Tensor for tensor in entry[1]):
+        if stream is None and all(type(tensor) is Tensor for tensor in entry[1]):
             call.stand_in.cached = entry
     return entry[1]

@@ -189,7 +189,7 @@ def is_stock(module: Any, known: KnownClass, *others: Any) -> bool:
         if "forward" in state and state["forward"] is not None:
             bound: Any = getattr(state["forward"], "__self__", None)
             if type(bound) in STAND_INS:  # ``runs_class_forward``, inlined
-                if bound._module() is not each:
+                if bound.module() is not each:
                     return False
             elif not runs_class_forward(each):
                 return False
@@ -204,7 +204,7 @@ def runs_class_forward(module: nn.Module) -> bool:
         return forward is None
     owner: Any = forward.__self__
     if type(owner) in STAND_INS:
-        return owner._module() is module
+        return owner.module() is module
     return owner is module and forward.__func__ is type(module).forward
 
 

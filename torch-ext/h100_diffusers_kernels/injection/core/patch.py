@@ -177,7 +177,7 @@ class Call:
     def fall_back(self, reason: str | None) -> None:
         """Counts a fallback: the model's own code computes the call, or a part of it.
 
-        ``reason``: None if it is no fallback, because a derivative is requested.
+        ``reason``: None if it is no fallback: a derivative is requested, or the class's own forward raises.
 
         Raises:
             RuntimeError: if the environment forbids fallbacks.
@@ -199,12 +199,8 @@ class Call:
             self.is_counted = False
 
     def decline(self, reason: str | None) -> Any:
-        """Counts the reason, and returns NotImplemented to run the class's own forward.
-
-        ``reason``: None if it is no fallback: a derivative is requested, or the class's own forward raises.
-        """
-        if reason is not None:
-            self.fall_back(reason)
+        """``fall_back``, and returns NotImplemented to run the class's own forward."""
+        self.fall_back(reason)
         return NotImplemented
 
     def takes(self, *inputs: Any) -> bool:
@@ -247,6 +243,7 @@ class StandIn:
     Modules of a class share its function, so that torch.compile does not recompile for each.
 
     Attributes:
+        module: a weak reference to the module.
         own_forward: the class's forward as its library defines it.
         functions: the functions of ``PatchSpec.functions``, as their libraries define them.
         had_attribute: whether the class's forward was stored on the module before.
@@ -255,12 +252,12 @@ class StandIn:
     """
 
     __slots__ = (
-        *("__weakref__", "_module", "cached", "count", "functions", "had_attribute", "injection"),
+        *("__weakref__", "cached", "count", "functions", "had_attribute", "injection", "module"),
         *("name", "own_forward", "spec"),
     )
 
     def __init__(self, module: nn.Module, spec: PatchSpec, name: str, injection: Injection) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.spec = spec
         self.name = name
         self.injection = injection
@@ -269,10 +266,6 @@ class StandIn:
         self.cached: Any = None
         self.count = injection.report.count_of(name, type(module).__name__)
         _stand_ins[module] = self
-
-    @property
-    def module(self) -> nn.Module | None:
-        return self._module()
 
     @property
     def method(self) -> MethodType:
@@ -286,7 +279,7 @@ class StandIn:
             found = _stand_ins.get(self)
             own: Any = type(self).forward
             return own(self, *args, **kwargs) if found is None else found.run(*args, **kwargs)
-        module = self._module()
+        module = self.module()
         if module is None:
             raise RuntimeError(
                 f"the forward of {self.name or 'a model'} was called after its module had been freed"
@@ -344,7 +337,7 @@ class StandIn:
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """The stand-in of the module's copy, if the module is being copied."""
-        module = memo.get(id(self._module()))
+        module = memo.get(id(self.module()))
         return self if module is None else self.copied(module, memo)
 
     def copied(self, module: nn.Module, memo: dict) -> StandIn:
@@ -355,7 +348,7 @@ class StandIn:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self.injection.is_over:  # a wrapper kept its method and restored it
-            return _itself, (self._module(),)
+            return _itself, (self.module(),)
         raise TypeError(
             f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"
@@ -426,11 +419,25 @@ def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
             or state["_backward_pre_hooks"]
             or state.get("_compiled_call_impl") is not None
         )
-        and stand_in._module() is module
+        and stand_in.module() is module
         and cls.forward is stand_in.own_forward
         and cls.__call__ is nn.Module.__call__
     )
     return stand_in if is_found else None
+
+
+class Proxy:
+    """A module in its class's own code, with other attributes where some are set on the proxy."""
+
+    def __init__(self, module: Any, is_traced: bool = False) -> None:
+        if not is_traced:  # copied, which avoids calls of ``__getattr__``
+            self.__dict__.update(module.__dict__)
+            self.__dict__.update(module._parameters)
+            self.__dict__.update(module._modules)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -459,11 +466,11 @@ def class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
 
 
 def put_in(stand_in: StandIn) -> None:
-    module: Any = stand_in.module
+    module: Any = stand_in.module()
     slot = class_forward_slot(module)
     assert slot is not None
     setattr(*slot, stand_in.method)
-    stand_in.injection.modules.append(weakref.ref(module))
+    stand_in.injection.modules.append(stand_in.module)
 
 
 def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
@@ -471,14 +478,14 @@ def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
     for module in modules:
         for holder, name, value in list(_slots(module)):
             stand_in = stand_in_of(value)
-            if stand_in is not None and stand_in.module is module:
+            if stand_in is not None and stand_in.module() is module:
                 yield holder, name, stand_in
 
 
 def take_out(modules: Iterable[nn.Module]) -> None:
     """Replaces each module's stand-in by its class's forward, wherever it is stored."""
     for holder, name, stand_in in placed(modules):
-        module: Any = stand_in.module
+        module: Any = stand_in.module()
         if holder is module and name == "forward" and not stand_in.had_attribute:
             del module.forward
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...operations.conditions import an
 from ..core.checks import KnownClass, class_name, is_stock, why_not_stock
-from ..core.patch import Call, ExactSpec, Injection
+from ..core.patch import Call, ExactSpec, Injection, Proxy
 from ..parts.linears import why_not_silu
 from ..parts.norm_modules import apply_channel_norm, apply_group_norm
 from ..parts.norms import read_norm, scale_and_shift
@@ -156,19 +156,6 @@ class NormActivationSpec(ExactSpec):
         kinds = (_kind_of(module._modules.get(name)) for name in self.norms)
         operations = dict.fromkeys(kind.operation for kind in kinds if isinstance(kind, _Kind))
         return ", ".join(operations) + " with SiLU" if operations else self.operations
-
-
-class Proxy:
-    """A module for its class's forward."""
-
-    def __init__(self, module: Any) -> None:
-        self.__dict__.update(module.__dict__)
-        self.__dict__.update(module._parameters)
-        self.__dict__.update(module._modules)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _run_fused(

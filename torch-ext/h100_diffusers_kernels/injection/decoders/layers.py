@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...operations.conditions import kernels_run_on, tracks_derivatives, why_not_taken
-from ..core.patch import Call, ExactSpec
+from ..core.patch import Call, ExactSpec, Proxy
 from ..parts.norm_modules import PYTORCH_KEEPS_FORMAT
-from .blocks import HUNYUAN, HUNYUAN15, QWEN, QWEN21, REFINER, WAN, Proxy
+from .blocks import HUNYUAN, HUNYUAN15, QWEN, QWEN21, REFINER, WAN
 
 _SHORT_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -68,7 +68,7 @@ class GraphedStandIn(StandIn):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """One call: replayed, captured, or run without a graph."""
-        module = self._module()
+        module = self.module()
         if torch.compiler.is_compiling() or is_capturing():
             return self._run(*args, **kwargs)
         if module is None or self.injection.is_over:
@@ -112,7 +112,7 @@ class GraphedStandIn(StandIn):
         return duplicate
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self.module()
         if self._has_spec or module is None:
             return StandIn.run(self, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
