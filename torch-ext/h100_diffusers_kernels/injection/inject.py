@@ -12,7 +12,8 @@ from torch import nn
 
 from ..operations.conditions import an
 from .attention.backend import why_not_own_in_parallel
-from .attention.processors import attention_spec
+from .attention.decision import NOT_WANTED
+from .attention.processors import ProcessorSpec, attention_spec
 from .core import checks, patch
 from .core.checks import class_name, find_class
 from .core.forward_state import COMPUTED_ONCE, Family
@@ -331,10 +332,12 @@ def _stand_ins(
 ) -> list[StandIn]:
     """A module's stand-in, if there can be one; the report says what it replaces."""
     report, own = injection.report, spec.known.own_forward
-    reason = spec.why_left_alone(module, injection)
-    if reason is None and patch.class_forward_slot(module) is None:
+    reason = None
+    if isinstance(spec, ProcessorSpec) and not injection.options["attention"]:
+        reason = NOT_WANTED
+    elif patch.class_forward_slot(module) is None:
         reason = _REPLACED
-    if reason is None and (own is None or type(module).forward is not own):
+    elif own is None or type(module).forward is not own:
         reason = UNKNOWN_FORWARD
     if reason is not None:
         report.leave(name, module, reason)
@@ -347,7 +350,7 @@ def _stand_ins(
         report.replaced.append(Replaced(name, type(module).__name__, operations))
     for note in spec.notes(module, injection) if reason is None else [reason]:
         report.leave(name, module, note)
-        stand_in.count.reported.add(note)
+        stand_in.reported.add(note)
     return [stand_in]
 
 

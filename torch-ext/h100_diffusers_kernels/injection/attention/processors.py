@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +36,7 @@ from ...operations.conditions import (
     why_not_taken,
 )
 from ..core.checks import KnownFunction
-from ..core.patch import Call, Injection, PatchSpec, Proxy, StandIn, bare_stand_in
+from ..core.patch import Call, PatchSpec, Proxy, StandIn, ThreadValue, bare_stand_in
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
@@ -45,7 +44,6 @@ from .backend import dispatched, run_own_in_parallel
 from .decision import (
     DISPATCH,
     GRADIENT,
-    NOT_WANTED,
     SDPA,
     USER_BACKEND,
     is_native,
@@ -66,15 +64,7 @@ _PREPARE = (
 )
 # If there are other modules, the standard processor does more than projections and attention.
 _PROJECTIONS = frozenset(("to_q", "to_k", "to_v", "to_out"))
-
-
-class _Thread(threading.local):
-    """``current``: the proxy of the attention that this thread runs."""
-
-    current: Any = None
-
-
-_thread = _Thread()
+_current = ThreadValue()  # the proxy of the attention that this thread runs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,7 +87,7 @@ def dispatch_attention_fn(
     options = (dropout_p, is_causal, scale, enable_gqa)
     parallel_config = more.get("parallel_config")
     if config_of(parallel_config) is not None and not attention_kwargs:
-        current = None if torch.compiler.is_dynamo_compiling() else _thread.current
+        current = None if torch.compiler.is_dynamo_compiling() else _current.value
         if current is not None:
             current._ran = attention_takes(query, key, value)
             if current.has_repeated(attn_mask):
@@ -126,15 +116,6 @@ def scaled_dot_product_attention(
     return own(query, key, value, attn_mask, *args, **options)
 
 
-class _Functional:
-    """``torch.nn.functional`` with this package's attention."""
-
-    scaled_dot_product_attention = staticmethod(scaled_dot_product_attention)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.nn.functional, name)
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -146,7 +127,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention of (B, S, H, d) on the kernel. If it cannot run, counts the reason and returns None."""
-    current = None if torch.compiler.is_dynamo_compiling() else _thread.current
+    current = None if torch.compiler.is_dynamo_compiling() else _current.value
     if is_differentiated(query, key, value, mask if isinstance(mask, Tensor) else None):
         if current is not None:
             current._call.leave_attention(GRADIENT)
@@ -305,7 +286,8 @@ def _make_copy(cls: type) -> _Copy | str:
     if _SDPA_NAME in names:
         if seen.get("F") is not torch.nn.functional or ("torch" in seen and "functional" in names):
             return unknown
-        others["F"] = _Functional()
+        others["F"] = Proxy(torch.nn.functional, copies=False)
+        others["F"].scaled_dot_product_attention = scaled_dot_product_attention
     library: Any = sys.modules.get(found.get("__name__", ""))
     is_its_module = getattr(library, "__dict__", None) is found
     if not others or not is_its_module or "__class__" in call.__code__.co_freevars:
@@ -344,9 +326,6 @@ class ProcessorSpec(PatchSpec):
         is_split = getattr(processor, "_parallel_config", None) is not None
         return run_own_in_parallel(run, stand_in) if is_split else run()
 
-    def why_left_alone(self, module: Any, injection: Injection) -> str | None:
-        return None if injection.options["attention"] else NOT_WANTED
-
     def why_not(self, module: Any) -> str | None:
         copy = _copy_of(type(module.processor))
         return copy if isinstance(copy, str) else why_own_attention(module, copy.dispatches)
@@ -368,7 +347,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         if out is not None:
             return out
     is_traced = torch.compiler.is_dynamo_compiling()
-    attention: Any = _Attention(self, is_traced)
+    attention: Any = _Attention(self, copies=not is_traced)
     attention._call = call
     # ``Attention`` does no more than this, unless it has arguments that its processor does not take.
     is_direct = (
@@ -380,15 +359,15 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     if not is_direct:
         attention.processor = _Processor(processor, copy.function)
     if is_traced:
-        return call.own_forward(attention, *args, **kwargs)
-    outer, _thread.current = _thread.current, attention
+        return call.stand_in.own_forward(attention, *args, **kwargs)
+    outer, _current.value = _current.value, attention
     try:
         if is_direct:
             optional = {"encoder_hidden_states": None, "attention_mask": None, **kwargs}
             return copy.function(processor, attention, *args, **optional)
-        return call.own_forward(attention, *args, **kwargs)
+        return call.stand_in.own_forward(attention, *args, **kwargs)
     finally:
-        _thread.current = outer
+        _current.value = outer
         call.is_counted = call.is_counted and attention._ran
 
 
@@ -427,7 +406,8 @@ def run_bare_attention(module: Any, x: Tensor, c: Tensor | None) -> Tensor | Non
         or not (same_dtype_and_unit_stride(x) if c is None else kernels_take(x, c))
     ):
         return None
-    call = stand_in.new_call()
+    call = Call()
+    call.stand_in = stand_in
     out = _run_standard(module, call, x, c)
     if out is not None and call.is_counted:
         stand_in.count.on_kernels += 1

@@ -4,39 +4,33 @@ arguments that they were computed from."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .patch import Call
+from .patch import Call, ThreadValue
 
 Values = TypeVar("Values", bound=tuple)
 
 
-class _Capture(threading.local):
-    """``stream``: the caller's, while this package captures this thread's calls into a CUDA graph."""
-
-    stream: Any = None
-
-
-_capture = _Capture()
+# The caller's stream, while this package captures this thread's calls into a CUDA graph.
+_callers_stream = ThreadValue()
 
 
 @contextlib.contextmanager
 def capturing(device: torch.device) -> Iterator[None]:
     """Marks this thread's calls as being captured, for callers on the current stream."""
-    before, _capture.stream = _capture.stream, _current_stream(device)
+    before, _callers_stream.value = _callers_stream.value, _current_stream(device)
     try:
         yield
     finally:
-        _capture.stream = before
+        _callers_stream.value = before
 
 
 def is_capturing() -> bool:
-    return _capture.stream is not None
+    return _callers_stream.value is not None
 
 
 def _current_stream(device: torch.device) -> Any:
@@ -45,7 +39,7 @@ def _current_stream(device: torch.device) -> Any:
 
 def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) -> Values:
     """``make()`` on x's device, or its cached result in this module if the arguments are equal."""
-    stream = _capture.stream
+    stream = _callers_stream.value
     flat: list[Any] = []
     for argument in arguments:
         is_list = isinstance(argument, (tuple, list))

@@ -32,16 +32,14 @@ class ForwardState:
     """
 
     def __init__(self, model: nn.Module, block_lists: tuple[str, ...]) -> None:
-        self._blocks: list[nn.Module] = []
-        self._successors: dict[int, Any] = {}  # the block after each block of a list, or None
+        self._successors: dict[Any, Any] = {}  # the block after each block of a list, or None
         for path in block_lists:
             blocks: Any = model
             for name in path.split("."):
                 blocks = None if blocks is None else blocks._modules.get(name)
             if type(blocks) is nn.ModuleList:
-                each: list[Any] = list(blocks._modules.values())
-                self._blocks += each
-                self._successors.update({id(a): b for a, b in zip(each, [*each[1:], None])})
+                each = [*blocks._modules.values()]
+                self._successors.update(zip(each, [*each[1:], None]))
         self._handed: tuple[nn.Module, tuple[Any, ...], Any] | None = None
         self._may_hand_over = True
         self.shared: dict[Any, tuple[Any, int, Any]] = {}
@@ -58,16 +56,16 @@ class ForwardState:
         """The block after ``block``, if it is of this kind and has no hooks or wrappers."""
         if not self._may_hand_over:
             return None
-        successor = self._successors.get(id(block))
+        successor = self._successors.get(block)
         return successor if successor is not None and bare_stand_in(spec, successor) else None
 
     def has_hooks(self) -> bool:
         """Whether hooks get the blocks' arguments."""
-        return any(block._forward_pre_hooks for block in self._blocks)
+        return any(block._forward_pre_hooks for block in self._successors)
 
     def calls(self, block: nn.Module) -> bool:
         """Whether the model itself calls the block, and not a user's module."""
-        return id(block) in self._successors
+        return block in self._successors
 
     def hand_over(self, block: nn.Module, arguments: tuple[Any, ...], values: Any) -> None:
         """Stores values for a block, computed from these arguments of its next call."""
@@ -102,21 +100,21 @@ class ModelSpec(PatchSpec):
 def forward_with_state(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Any:
     """The forward of the model's class, with a ``ForwardState`` for its blocks."""
     if torch.compiler.is_compiling() or tracks_derivatives():
-        return call.own_forward(self, *args, **kwargs)
+        return call.stand_in.own_forward(self, *args, **kwargs)
     spec: Any = call.stand_in.spec
-    return run_with_state(spec.blocks, call.own_forward, self, call, *args, **kwargs)
+    return run_with_state(spec.blocks, call.stand_in.own_forward, self, call, *args, **kwargs)
 
 
 def run_with_state(
     blocks: tuple[str, ...], forward: Any, self: nn.Module, call: Call, *args: Any, **kwargs: Any
 ) -> Any:
     """``forward(self, ...)``, with a ``ForwardState`` for these lists of blocks."""
-    local = call.stand_in.injection.local
-    outer, local.state = local.state, ForwardState(self, blocks)
+    state = call.stand_in.injection.state
+    outer, state.value = state.value, ForwardState(self, blocks)
     try:
         return forward(self, *args, **kwargs)
     finally:
-        local.state = outer
+        state.value = outer
 
 
 def model_spec(path: str, *blocks: str, plan: Any = None) -> ModelSpec:

@@ -94,10 +94,6 @@ class PatchSpec:
         """Runs the class's own forward, which does not know ``QuantizedRows``."""
         return own(module, *map(as_tensor, args), **{k: as_tensor(v) for k, v in kwargs.items()})
 
-    def why_left_alone(self, module: Any, injection: Injection) -> str | None:
-        """Why the module gets no stand-in."""
-        return None
-
     def why_not(self, module: Any) -> str | None:
         """Why the module currently runs its class's own forward."""
         return None if self.condition is None else self.condition(module)
@@ -122,8 +118,10 @@ class ExactSpec(PatchSpec):
         return type(module) is find_class(self.path)
 
 
-class _Local(threading.local):
-    state: Any = None
+class ThreadValue(threading.local):
+    """``value``: of its own in each thread."""
+
+    value: Any = None
 
 
 class Injection:
@@ -134,7 +132,7 @@ class Injection:
         model: a weak reference to the model.
         report: replaced modules, and modules left alone, by their names in the model.
         is_over: whether the kernels were ejected. Users' wrappers may still hold stand-ins.
-        local: ``local.state`` is the ``ForwardState`` of this thread's current forward of the model, or None.
+        state: ``state.value`` is the ``ForwardState`` of this thread's current forward of the model, or None.
         modules: the modules whose forwards were replaced.
     """
 
@@ -143,7 +141,7 @@ class Injection:
         self.model = model
         self.report = InjectionReport(model_name=model_name)
         self.is_over = False
-        self.local = _Local()
+        self.state = ThreadValue()
         self.modules: list[weakref.ref] = []
 
     def __deepcopy__(self, memo: dict) -> Injection:
@@ -175,7 +173,8 @@ class Call:
     _reasons: tuple[str, ...] = ()
 
     def fall_back(self, reason: str | None) -> None:
-        """Counts a fallback: the model's own code computes the call, or a part of it.
+        """Counts a fallback, unless the report gave its reason: the model's own code computes the call, or a
+        part of it.
 
         ``reason``: None if it is no fallback: a derivative is requested, or the class's own forward raises.
 
@@ -186,16 +185,18 @@ class Call:
             self.is_counted = False
         elif not torch.compiler.is_dynamo_compiling() and reason not in self._reasons:
             self._reasons += (reason,)
-            if self.stand_in.count.fall_back(reason):
+            stand_in = self.stand_in
+            if reason not in stand_in.reported:
+                stand_in.injection.report.fall_back(stand_in.count, reason)
                 self.is_counted = False
 
     def leave_attention(self, reason: str) -> None:
         """Counts that the model's own code computes only attention, as the user chose, unless the report said
         so, for any reason. It is no fall-back."""
-        count = self.stand_in.count
-        is_reported = any(known.startswith(OWN_ATTENTION) for known in count.reported)
+        stand_in = self.stand_in
+        is_reported = any(known.startswith(OWN_ATTENTION) for known in stand_in.reported)
         if not torch.compiler.is_dynamo_compiling() and not is_reported:
-            count.own_attention[reason] += 1
+            stand_in.count.own_attention[reason] += 1
             self.is_counted = False
 
     def decline(self, reason: str | None) -> Any:
@@ -217,10 +218,6 @@ class Call:
             return True
         self.fall_back(why_not_taken(*map(as_tensor, inputs)))
         return False
-
-    def own_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The class's own forward."""
-        return self.stand_in.own_forward(module, *args, **kwargs)
 
     def shared(self, name: Any, x: Any, make: Callable[[Any], Any]) -> Any:
         """``make(x)``, computed once per forward of the model for all blocks that pass the same ``x``.
@@ -248,12 +245,13 @@ class StandIn:
         functions: the functions of ``PatchSpec.functions``, as their libraries define them.
         had_attribute: whether the class's forward was stored on the module before.
         count: the module's calls.
+        reported: the reasons in the report for which parts of the module run the model's own code.
         cached: the entry of ``cache.cached``, or None.
     """
 
     __slots__ = (
         *("__weakref__", "cached", "count", "functions", "had_attribute", "injection", "module"),
-        *("name", "own_forward", "spec"),
+        *("name", "own_forward", "reported", "spec"),
     )
 
     def __init__(self, module: nn.Module, spec: PatchSpec, name: str, injection: Injection) -> None:
@@ -264,6 +262,7 @@ class StandIn:
         self.own_forward, self.functions = spec.known.own_forward, spec.known.functions
         self.had_attribute = "forward" in vars(module)
         self.cached: Any = None
+        self.reported: set[str] = set()
         self.count = injection.report.count_of(name, type(module).__name__)
         _stand_ins[module] = self
 
@@ -285,16 +284,16 @@ class StandIn:
                 f"the forward of {self.name or 'a model'} was called after its module had been freed"
             )
         injection, spec, own = self.injection, self.spec, self.own_forward
+        call = Call()
+        call.stand_in = self
         if injection.is_over or own is None or type(module).forward is not own:
             if not injection.is_over:
-                self.new_call().fall_back(UNKNOWN_FORWARD)
+                call.fall_back(UNKNOWN_FORWARD)
             return spec.run_own(self, type(module).forward, module, args, kwargs)
         if spec.left_to_compiler and torch.compiler.is_compiling():
             return spec.run_own(self, own, module, args, kwargs)
         is_traced, reason = torch.compiler.is_dynamo_compiling(), None
-        state = None if is_traced else injection.local.state
-        call = Call()
-        call.stand_in, call.state = self, state
+        call.state = state = None if is_traced else injection.state.value
         if not is_traced and (
             any(GLOBAL_HOOKS)
             or _function_modes()
@@ -326,12 +325,6 @@ class StandIn:
             self.count.on_kernels += 1
         return result
 
-    def new_call(self) -> Call:
-        """A call that shares nothing with others."""
-        call = Call()
-        call.stand_in = self
-        return call
-
     def taken_out(self) -> None:
         """Called after the class's forward has been restored."""
 
@@ -343,7 +336,7 @@ class StandIn:
     def copied(self, module: nn.Module, memo: dict) -> StandIn:
         injection = copy.deepcopy(self.injection, memo)
         duplicate = StandIn(module, self.spec, self.name, injection)
-        duplicate.had_attribute = self.had_attribute
+        duplicate.had_attribute, duplicate.reported = self.had_attribute, self.reported
         return duplicate
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -427,10 +420,12 @@ def bare_stand_in(spec: PatchSpec, module: Any) -> StandIn | None:
 
 
 class Proxy:
-    """A module in its class's own code, with other attributes where some are set on the proxy."""
+    """A module, or another object, in its library's own code: with other values of the attributes that are
+    set on the proxy. ``copies``: whether those of a module are copied, which avoids calls of ``__getattr__``.
+    """
 
-    def __init__(self, module: Any, is_traced: bool = False) -> None:
-        if not is_traced:  # copied, which avoids calls of ``__getattr__``
+    def __init__(self, module: Any, copies: bool = True) -> None:
+        if copies:
             self.__dict__.update(module.__dict__)
             self.__dict__.update(module._parameters)
             self.__dict__.update(module._modules)

@@ -78,35 +78,6 @@ class GraphCalls:
     uncaptured: dict[str, int] = field(default_factory=collections.Counter)
 
 
-class CallCount(Calls):
-    """The calls of one replaced module of a model's report; the name is relative to the model."""
-
-    def __init__(self, name: str, module: str, report: InjectionReport) -> None:
-        super().__init__(name, module)
-        self.reported: set[str] = set()  # reasons that are in the report
-        self._report = report
-
-    def fall_back(self, reason: str) -> bool:
-        """Counts a call that the model's own code computes, in full or in part, and returns True. Or returns
-        False if the report gave this reason. The first one for each reason and class of modules is logged.
-
-        Raises:
-            RuntimeError: if the environment forbids a fall-back.
-        """
-        if reason in self.reported:
-            return False
-        name = join(self._report.model_name, self.name) or "the model"
-        sentence = f"{name} ({self.module}) runs the model's own code: {reason}"
-        if os.environ.get(STRICT, "0") not in ("", "0"):
-            raise RuntimeError(f"{sentence} ({STRICT} makes this an error)")
-        self.fell_back[reason] += 1
-        if (self.module, reason) not in self._report.logged:
-            self._report.logged.add((self.module, reason))
-            alike = [c for c in self._report.counts.values() if c.module == self.module]
-            logger.warning("%s (logged once for %s x %s)", sentence, len(alike), self.module)
-        return True
-
-
 @dataclass
 class InjectionReport:
     """The result of :func:`inject_kernels`. ``str()`` gives an entry for each kind of module, and the counts
@@ -134,7 +105,7 @@ class InjectionReport:
     already_injected: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     model_name: str = ""
-    counts: dict[str, CallCount] = field(default_factory=dict, repr=False, compare=False)
+    counts: dict[str, Calls] = field(default_factory=dict, repr=False, compare=False)
     graph_calls: GraphCalls | None = field(default=None, repr=False, compare=False)
     logged: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
     parts: list[InjectionReport] = field(default_factory=list, repr=False, compare=False)
@@ -171,16 +142,31 @@ class InjectionReport:
     def leave(self, name: str, module: object, reason: str) -> None:
         self.left_alone.append(LeftAlone(name, type(module).__name__, reason))
 
-    def count_of(self, name: str, module: str) -> CallCount:
-        """The count of a replaced module's calls."""
-        return self.counts.setdefault(name, CallCount(name, module, self))
+    def count_of(self, name: str, module: str) -> Calls:
+        """The count of a replaced module's calls, in a report on one model."""
+        return self.counts.setdefault(name, Calls(name, module))
+
+    def fall_back(self, count: Calls, reason: str) -> None:
+        """Counts a call that the model's own code computes, in full or in part. The first one for each reason
+        and class of modules is logged.
+
+        Raises:
+            RuntimeError: if the environment forbids a fall-back.
+        """
+        name = join(self.model_name, count.name) or "the model"
+        sentence = f"{name} ({count.module}) runs the model's own code: {reason}"
+        if os.environ.get(STRICT, "0") not in ("", "0"):
+            raise RuntimeError(f"{sentence} ({STRICT} makes this an error)")
+        count.fell_back[reason] += 1
+        if (count.module, reason) not in self.logged:
+            self.logged.add((count.module, reason))
+            alike = [c for c in self.counts.values() if c.module == count.module]
+            logger.warning("%s (logged once for %s x %s)", sentence, len(alike), count.module)
 
     def fresh(self) -> InjectionReport:
         """The report of a model's copy, in which nothing is counted yet."""
-        report = replace(self, counts={}, graph_calls=None, logged=set(), parts=[])
-        for count in self.counts.values():
-            report.count_of(count.name, count.module).reported = count.reported
-        return report
+        counts = {name: Calls(name, count.module) for name, count in self.counts.items()}
+        return replace(self, counts=counts, graph_calls=None, logged=set(), parts=[])
 
     def add(self, other: InjectionReport) -> None:
         """Adds the report on one model, whose names are relative to it."""

@@ -201,7 +201,7 @@ def _run_fused(
     for name in spec.norms:
         setattr(proxy, name, partial(norm, name))
     setattr(proxy, spec.activation, activation)
-    return call.own_forward(proxy, *args, **kwargs)
+    return call.stand_in.own_forward(proxy, *args, **kwargs)
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:

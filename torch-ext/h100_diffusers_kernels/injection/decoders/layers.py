@@ -93,7 +93,7 @@ def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
 def _causal_attention_forward(self: Any, call: Call, x: Tensor) -> Tensor:
     proxy: Any = Proxy(self)
     proxy.prepare_causal_attention_mask = _causal_mask
-    return call.own_forward(proxy, x)
+    return call.stand_in.own_forward(proxy, x)
 
 
 def _causal_mask(

@@ -49,6 +49,8 @@ class GraphedStandIn(StandIn):
         if inner is None:  # it does not run on a kernel
             self.own_forward = cls.forward
             del injection.report.counts[self.name]
+        else:
+            self.reported = inner.reported
         self._has_spec = inner is not None
         self._calls = injection.report.graph_calls = GraphCalls("", cls.__name__)
         self._pool = pool
@@ -99,7 +101,7 @@ class GraphedStandIn(StandIn):
         """Drops all graphs and the fingerprint."""
         with lock:
             while self._captures:  # popped first, so that an interrupt leaves no reset graph here
-                self._captures.popitem()[1].reset()
+                self._captures.popitem()[1].graph.reset()
             self._seen.clear()
             self._fingerprint = None
             self._refusal = FIRST_CALL
@@ -124,7 +126,7 @@ class GraphedStandIn(StandIn):
             raise CannotCapture(self._refusal)
         has_moved = not fingerprint.addresses.hold()
         if capture is not None and (has_moved or not capture.externals.hold()):
-            self._captures.pop(key).reset()
+            self._captures.pop(key).graph.reset()
             capture = None
         # The model is compared while the device computes.
         result = None if capture is None else capture.replay(call.tensors)
@@ -162,7 +164,7 @@ class GraphedStandIn(StandIn):
             raise CannotCapture(self._seen[key]) from None
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # A replay would not change the model.
-            capture.reset()
+            graph.reset()
             self.taken_out()
             self._wait(_CHANGES_ITSELF)
             self._count(_CHANGES_ITSELF)
@@ -170,7 +172,7 @@ class GraphedStandIn(StandIn):
         self._calls.captured += 1
         self._captures[key] = capture
         while len(self._captures) > self.injection.options["max_cuda_graphs"]:
-            self._captures.popitem(last=False)[1].reset()
+            self._captures.popitem(last=False)[1].graph.reset()
         return result
 
     def _look(self, module: nn.Module, key: Hashable) -> None:

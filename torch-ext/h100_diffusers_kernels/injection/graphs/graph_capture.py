@@ -123,7 +123,7 @@ class Capture:
         self, graph: Any, call: Arguments, forward: Callable[..., Any], model_tensors: list[Tensor]
     ) -> None:
         device = call.tensors[0].device
-        self._graph = graph
+        self.graph = graph
         with torch.inference_mode(False), torch.no_grad():  # their versions reveal writes
             self._inputs = [like(t).requires_grad_(t.requires_grad) for t in call.tensors]
         self._copy_in(call.tensors)  # uninitialized values may be invalid indices
@@ -148,15 +148,12 @@ class Capture:
             if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
                 refusal = refusal or f"it returns {an(type(leaf).__name__)}"
         if refusal is not None:
-            self.reset()
+            graph.reset()
             raise CannotCapture(refusal)
 
     def replay(self, tensors: list[Tensor]) -> Any:
         """The call's results for other tensor values, in new memory."""
-        return self._graph.replay(lambda: self._copy_in(tensors), self._copy_out)
-
-    def reset(self) -> None:
-        self._graph.reset()
+        return self.graph.replay(lambda: self._copy_in(tensors), self._copy_out)
 
     def _copy_in(self, tensors: list[Tensor]) -> None:
         for target, tensor in zip(self._inputs, tensors):

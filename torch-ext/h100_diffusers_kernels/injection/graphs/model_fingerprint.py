@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.checks import has_hooks, runs_class_forward
-from ..core.patch import stand_in_of
+from ..core.patch import is_wrapped, stand_in_of
 
 
 class CannotCapture(Exception):
@@ -182,11 +181,7 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
         or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
         or state.get("_compiled_call_impl") is not None
         or "_orig_mod" in module._modules
-        or not is_model
-        and (
-            has_hooks(module)
-            or not (stand_in_of(state.get("forward")) or runs_class_forward(module))
-        )
+        or (not is_model and is_wrapped(module))
     )
 
 

@@ -173,9 +173,11 @@ def restore(modules: Iterable[Any], *, all_of_them: bool = False) -> bool:
 
 
 @torch.no_grad()
-def _current_values(layer: Any, original: Original, on_host: bool = False) -> tuple[Tensor, str | None]:
+def _current_values(
+    layer: Any, original: Original, on_host: bool = False
+) -> tuple[Tensor, str | None]:
     """The values that a quantized layer's weight would have: the original's, or dequantized ones and why. The
-    layer may have got other FP8 values since, such as by ``load_state_dict``. In host memory a sample tells."""
+    layer may have got other FP8 values, such as by ``load_state_dict``. In host memory a sample tells."""
     weight, parameter = weight_values(layer), original.parameter
     reason = "have the values of their FP8 weights, because keep_originals was False"
     if parameter is not None:

@@ -95,9 +95,12 @@ def _load(model: Any, own: Callable, *args: Any, **kwargs: Any) -> Any:
     restore(given_back, all_of_them=True)
     renew_group_offloading(model)
     names = {module: name for name, module in model.named_modules()}
+    report = vars(model)[INJECTION].report
     for layer in given_back:
-        count = vars(model)[INJECTION].report.count_of(names[layer], type(layer).__name__)
-        count.fall_back(f"not quantized any more: {classes[layer]} computes with its weight")
+        count = report.count_of(names[layer], type(layer).__name__)
+        report.fall_back(
+            count, f"not quantized any more: {classes[layer]} computes with its weight"
+        )
     return result
 
 
