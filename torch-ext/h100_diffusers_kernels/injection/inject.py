@@ -467,8 +467,7 @@ def _models_in(
 
 def family_of(module: nn.Module) -> Family | None:
     """The family whose model the module is, subclasses included, or None."""
-    models = ((model, family) for family in FAMILIES for model in family.models)
-    return next((family for model, family in models if model.matches(module)), None)
+    return next((f for f in FAMILIES if any(spec.matches(module) for spec in f.models)), None)
 
 
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes

@@ -251,13 +251,12 @@ class StandIn:
 
     __slots__ = (
         *("__weakref__", "cached", "count", "functions", "had_attribute", "injection", "module"),
-        *("name", "own_forward", "reported", "spec"),
+        *("own_forward", "reported", "spec"),
     )
 
     def __init__(self, module: nn.Module, spec: PatchSpec, name: str, injection: Injection) -> None:
         self.module = weakref.ref(module)
         self.spec = spec
-        self.name = name
         self.injection = injection
         self.own_forward, self.functions = spec.known.own_forward, spec.known.functions
         self.had_attribute = "forward" in vars(module)
@@ -281,7 +280,7 @@ class StandIn:
         module = self.module()
         if module is None:
             raise RuntimeError(
-                f"the forward of {self.name or 'a model'} was called after its module had been freed"
+                f"the forward of {self.count.name or 'a model'} was called after its module had been freed"
             )
         injection, spec, own = self.injection, self.spec, self.own_forward
         call = Call()
@@ -335,7 +334,7 @@ class StandIn:
 
     def copied(self, module: nn.Module, memo: dict) -> StandIn:
         injection = copy.deepcopy(self.injection, memo)
-        duplicate = StandIn(module, self.spec, self.name, injection)
+        duplicate = StandIn(module, self.spec, self.count.name, injection)
         duplicate.had_attribute, duplicate.reported = self.had_attribute, self.reported
         return duplicate
 
@@ -343,7 +342,7 @@ class StandIn:
         if self.injection.is_over:  # a wrapper kept its method and restored it
             return _itself, (self.module(),)
         raise TypeError(
-            f"{self.name or 'the model'} runs on injected kernels, which cannot be pickled: "
+            f"{self.count.name or 'the model'} runs on injected kernels, which cannot be pickled: "
             "call eject_kernels first, or save the state_dict"
         )
 

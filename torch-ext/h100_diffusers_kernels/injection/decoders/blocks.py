@@ -21,7 +21,7 @@ from ...operations.conditions import an
 from ..core.checks import KnownClass, class_name, is_stock, why_not_stock
 from ..core.patch import Call, ExactSpec, Injection, Proxy
 from ..parts.linears import why_not_silu
-from ..parts.norm_modules import apply_channel_norm, apply_group_norm
+from ..parts.norm_modules import GROUP_NORM, apply_channel_norm, apply_group_norm
 from ..parts.norms import read_norm, scale_and_shift
 
 _FILES = "diffusers.models.autoencoders."
@@ -90,22 +90,6 @@ class _Kind(NamedTuple):
     known: KnownClass
     compute: Callable[..., _Result]
     operation: str
-
-
-_CHANNEL = "channel_rms_norm"
-_UNIT_NORMS = tuple(f"{name}RMS_norm" for name in (WAN, QWEN, QWEN21, HUNYUAN15, REFINER))
-_NORMALIZE = "torch.nn.functional:normalize"
-_PER_CHANNEL_NORM = f"{_LTX2}PerChannelRMSNorm"
-_GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
-_KINDS = (
-    _Kind(_GROUP_NORM, _group_norm, "group_norm"),
-    *(
-        _Kind(KnownClass(path, _NORMALIZE), _image_norm if QWEN21 in path else _unit_norm, _CHANNEL)
-        for path in _UNIT_NORMS
-    ),
-    _Kind(KnownClass(_PER_CHANNEL_NORM), _per_channel_norm, _CHANNEL),
-    _Kind(KnownClass("diffusers.models.normalization:RMSNorm"), _last_norm, _CHANNEL),
-)
 
 
 def _kind_of(module: Any) -> _Kind | str:
@@ -286,11 +270,21 @@ _ENDS = (
     _end(f"{_LTX2}LTX2VideoDecoder3d", f"{_TIMED} causal", forward=_ltx_decoder_forward),
     _end(f"{_COGVIDEOX}Encoder3D", "sample temb conv_cache"),
 )
-_NORMS = tuple(
-    ExactSpec(path, _norm_forward, _CHANNEL, functions, True, parameters)
-    for path, functions, parameters in (
-        *((path, (_NORMALIZE,), "self x") for path in _UNIT_NORMS),
-        (_PER_CHANNEL_NORM, (), "self x channel_dim"),
-    )
+_CHANNEL, _NORMALIZE = "channel_rms_norm", ("torch.nn.functional:normalize",)
+_UNIT_NORMS = tuple(
+    ExactSpec(f"{name}RMS_norm", _norm_forward, _CHANNEL, _NORMALIZE, True, "self x")
+    for name in (WAN, QWEN, QWEN21, HUNYUAN15, REFINER)
 )
-DECODERS = (*_RESNETS, *_ENDS, *_NORMS)
+_PER_CHANNEL_NORM = ExactSpec(
+    f"{_LTX2}PerChannelRMSNorm", _norm_forward, _CHANNEL, (), True, "self x channel_dim"
+)
+_KINDS = (
+    _Kind(GROUP_NORM.known, _group_norm, "group_norm"),
+    *(
+        _Kind(spec.known, _image_norm if QWEN21 in spec.path else _unit_norm, _CHANNEL)
+        for spec in _UNIT_NORMS
+    ),
+    _Kind(_PER_CHANNEL_NORM.known, _per_channel_norm, _CHANNEL),
+    _Kind(KnownClass("diffusers.models.normalization:RMSNorm"), _last_norm, _CHANNEL),
+)
+DECODERS = (*_RESNETS, *_ENDS, *_UNIT_NORMS, _PER_CHANNEL_NORM)

@@ -30,16 +30,15 @@ from ...operations.conditions import (
     tracks_derivatives,
 )
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
-from ..core.checks import KnownClass, find_class, is_stock, replaced_function, why_not_stock
+from ..core.checks import KnownClass, is_stock, replaced_function, why_not_stock
 from ..core.forward_state import Family, forward_with_state, model_spec, run_with_state
-from ..core.patch import Call, ExactSpec, PatchSpec, bare_stand_in
+from ..core.patch import Call, ExactSpec, bare_stand_in
 from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import GROUP_NORM, apply_group_norm
 from ..parts.streams import BlockSpec, end, plain_norm, start
 from ..quantized.precision import ONE_LIST
 
-_GROUP_NORM = KnownClass("torch.nn:GroupNorm", "torch.nn.functional:group_norm")
 _CONV = KnownClass("torch.nn:Conv2d", "torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
 
 
@@ -53,8 +52,8 @@ def _why_not_resnet(module: Any) -> str | None:
         return f"its time embedding is not added: {way}"
     for name in ("norm1", "norm2"):
         norm = module._modules.get(name)
-        if not is_stock(norm, _GROUP_NORM):
-            return f"{name} {why_not_stock(norm, _GROUP_NORM)}"
+        if not is_stock(norm, GROUP_NORM.known):
+            return f"{name} {why_not_stock(norm, GROUP_NORM.known)}"
     return linears.why_not_silu(module.nonlinearity)
 
 
@@ -244,11 +243,11 @@ _BLOCKS = ("transformer_blocks",)
 
 
 @dataclass(frozen=True, eq=False)
-class _SpatialTransformerSpec(PatchSpec):
+class _SpatialTransformerSpec(ExactSpec):
     blocks: tuple[str, ...] = _BLOCKS
 
-    def matches(self, module: nn.Module) -> bool:
-        return type(module) is find_class(self.path) and module.is_input_continuous is True
+    def matches(self, module: Any) -> bool:
+        return super().matches(module) and module.is_input_continuous is True
 
 
 def _transformer_forward(

@@ -48,7 +48,7 @@ class GraphedStandIn(StandIn):
         super().__init__(model, _spec_of(cls) if inner is None else inner.spec, "", injection)
         if inner is None:  # it does not run on a kernel
             self.own_forward = cls.forward
-            del injection.report.counts[self.name]
+            del injection.report.counts[self.count.name]
         else:
             self.reported = inner.reported
         self._has_spec = inner is not None
