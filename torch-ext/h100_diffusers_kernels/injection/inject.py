@@ -225,8 +225,7 @@ def eject_kernels(pipe_or_model: Any) -> None:
 
 def _undo(model: nn.Module, injection: Injection) -> None:
     injection.is_over = True
-    modules = (reference() for reference in injection.modules)
-    _restore(model, [*model.modules(), *(module for module in modules if module is not None)])
+    _restore(model, [*model.modules(), *injection.modules])
     vars(model).pop(INJECTION, None)
 
 

@@ -142,7 +142,7 @@ class Injection:
         self.report = InjectionReport(model_name=model_name)
         self.is_over = False
         self.state = ThreadValue()
-        self.modules: list[weakref.ref] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Injection:
         """The injection of the model's copy."""
@@ -151,8 +151,7 @@ class Injection:
         duplicate = memo[id(self)] = Injection(self.report.model_name, self.options, model)
         duplicate.report = self.report.fresh()
         duplicate.is_over = self.is_over
-        copies = (memo.get(id(reference())) for reference in self.modules)
-        duplicate.modules = [weakref.ref(module) for module in copies if module is not None]
+        duplicate.modules.update(memo[id(m)] for m in self.modules if id(m) in memo)
         return duplicate
 
 
@@ -464,7 +463,7 @@ def put_in(stand_in: StandIn) -> None:
     slot = class_forward_slot(module)
     assert slot is not None
     setattr(*slot, stand_in.method)
-    stand_in.injection.modules.append(stand_in.module)
+    stand_in.injection.modules.add(module)
 
 
 def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
