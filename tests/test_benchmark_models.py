@@ -15,21 +15,24 @@ from diffusers.modular_pipelines.flux3 import before_denoise
 from benchmarks import models
 from benchmarks.harness import options
 from benchmarks.harness.distance import finite_distance
-from benchmarks.models import bench_models, sizes
+from benchmarks.models import bench_models
+from benchmarks.models.ltx import LTXSize
+from benchmarks.models.published import ImageSize, VideoSize
+from benchmarks.models.videos import MiniMaxH3Size, MochiSize
 
 from graphs import graphs  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 CPU = torch.device("cpu")
-m = types.SimpleNamespace(**options.MODELS)  # the modules of models
+m = types.SimpleNamespace(**options.MODELS)  # by their keys
 every_model = pytest.mark.parametrize(
-    "published", [pytest.param(p, id=models.key_of(p)) for p in options.PUBLISHED]
+    "published", [pytest.param(p, id=p.key) for p in options.PUBLISHED]
 )
 
 
 @functools.cache
 def tiny(published):
-    """The tiny model of a module, in float32."""
+    """The tiny model, in float32."""
     return published.transformer(CPU, torch.float32, tiny=True)
 
 
@@ -74,7 +77,7 @@ def test_published_size(published):
     """Of the whole model: one block of each stack, and as many more as are left as large as its first one."""
     expected, counts, heads, tokens = WHOLE[published]
     cls = type(tiny(published))
-    config = {**getattr(published, "TRANSFORMER", {}), **dict.fromkeys(counts, 1)}
+    config = {**published.config, **dict.fromkeys(counts, 1)}
     model, billions = meta_model(cls, config)
     more = {stack: meta_model(cls, {**config, stack: 2})[1] - billions for stack in counts}
     billions += sum((counts[stack] - 1) * more[stack] for stack in counts)
@@ -90,25 +93,21 @@ def test_published_size(published):
         assert (count, model.config.hidden_size // count) == heads
     else:
         assert (model.config.num_attention_heads, model.config.attention_head_dim) == heads
-    assert tuple(size.tokens for size in published.SIZES)[: len(tokens)] == tokens
-    assert all(published.parse_size(str(size)) == size for size in published.SIZES)
+    assert tuple(size.tokens for size in published.sizes)[: len(tokens)] == tokens
+    assert all(published.parse_size(str(size)) == size for size in published.sizes)
 
 
 @pytest.mark.parametrize(
     "published",
-    [
-        pytest.param(p, id=models.key_of(p))
-        for p in options.PUBLISHED
-        if hasattr(p, "PUBLISHED_BLOCKS")
-    ],
+    [pytest.param(p, id=p.key) for p in options.PUBLISHED if p.published_blocks],
 )
 def test_a_model_with_all_of_its_blocks(published):
     """Repeated blocks are separate modules with shared weights, and the name has their number."""
     model = models.twin(tiny(published))
     places = {p.data_ptr() for p in model.parameters()}
-    assert published.NAME.startswith(models.complete(model, published) + ", ")
+    assert published.name.startswith(published.complete(model) + ", ")
     assert {p.data_ptr() for p in model.parameters()} == places
-    for name, count in published.PUBLISHED_BLOCKS.items():
+    for name, count in published.published_blocks.items():
         assert len(set(model.get_submodule(name))) == count
 
 
@@ -122,18 +121,18 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
-    arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.SMALL)
+    arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.small)
     with torch.no_grad():
         output = models.output_of(model(**arguments))
     assert output.dtype == (torch.float32 if published is m.minimax_h3 else torch.bfloat16)
     assert 0.3 < output.float().std() < 3
 
 
-IMAGE, VIDEO = sizes.ImageSize(256, 256), sizes.VideoSize(8, 192, 192)
+IMAGE, VIDEO = ImageSize(256, 256), VideoSize(8, 192, 192)
 # A size with enough tokens for a standard deviation, the number of self-attentions of the image, and the
 # tolerance of their scores. Some vary less, because a large modulation adds the same to all keys.
 SCORES = {
-    m.ltx: (m.ltx.VideoSize(17, 256, 256), 2, 0.05),
+    m.ltx: (LTXSize(17, 256, 256), 2, 0.05),
     m.flux: (IMAGE, 4, 0.2),
     m.flux2: (IMAGE, 4, 0.05),
     m.sd3: (IMAGE, 3, 0.2),
@@ -145,15 +144,15 @@ SCORES = {
     m.allegro: (VIDEO, 2, 0.1),
     m.hunyuan_video: (VIDEO, 5, 0.15),
     m.hunyuan_video15: (VIDEO, 3, 0.15),
-    **dict.fromkeys((m.ltx2, m.ltx2_distilled), (m.ltx.VideoSize(17, 256, 256), 4, 0.25)),
+    **dict.fromkeys((m.ltx2, m.ltx2_distilled), (LTXSize(17, 256, 256), 4, 0.25)),
     m.z_image: (IMAGE, 6, 0.1),
     m.flux3: (IMAGE, 6, 0.15),
     m.krea2: (IMAGE, 6, 0.15),
     m.chroma: (IMAGE, 4, 0.35),
     m.lumina2: (IMAGE, 6, 0.15),
-    m.mochi: (m.mochi.Size(12, 192, 192), 4, 0.15),
+    m.mochi: (MochiSize(12, 192, 192), 4, 0.15),
     m.qwenimage21: (IMAGE, 2, 0.1),
-    m.minimax_h3: (m.minimax_h3.VideoSize(22, 256, 256), 4, 0.2),
+    m.minimax_h3: (MiniMaxH3Size(22, 256, 256), 4, 0.2),
     m.cogvideox: (VIDEO, 2, 0.1),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
@@ -161,7 +160,7 @@ SCORES = {
 
 def few_padding_tokens(monkeypatch):
     """For HunyuanVideo 1.5, whose two other conditions are padding."""
-    for name in ("GLYPH_TOKENS", "IMAGE_TOKENS"):
+    for name in ("glyph_tokens", "image_tokens"):
         monkeypatch.setattr(m.hunyuan_video15, name, 8)
 
 
@@ -183,7 +182,7 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
         return attend(query, key, value, attn_mask=attn_mask, **given)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    given = {**published.SMALL, "size": size}
+    given = {**published.small, "size": size}
     # Of these, fewer tokens of the text change the image's deviation.
     if published in (m.flux2, m.sd3, m.chroma):
         del given["text_tokens"]
@@ -200,7 +199,7 @@ def test_weights_that_change_in_place_reach_what_was_built_before(kernel, device
     """The injected model and compiled code see the peaked weights, without another compilation."""
     device = torch.device(device)
     model = m.ltx.transformer(device, torch.bfloat16, tiny=True)
-    arguments = m.ltx.inputs(model, m.ltx.VideoSize(9, 64, 96), device, torch.bfloat16)
+    arguments = m.ltx.inputs(model, LTXSize(9, 64, 96), device, torch.bfloat16)
     counter = torch._dynamo.testing.CompileCounter()
     compiled, injected = models.twin(model), models.twin(model)
     kernel.inject_kernels(injected)
@@ -233,7 +232,7 @@ def test_values_that_a_twin_moves_stay_in_the_model():
     assert all(p.eq(2).all() and p.dim() for p in model.parameters())
 
 
-@pytest.mark.parametrize("published", [m.ltx, m.flux, m.wan, m.qwenimage], ids=models.key_of)
+@pytest.mark.parametrize("published", [m.ltx, m.flux, m.wan, m.qwenimage], ids=lambda p: p.key)
 def test_outlier_channels(published):
     """The inputs of the blocks' layers have them, except cross-attention's. The result is nearly the same."""
     model, largest = tiny(published), {}
@@ -242,7 +241,7 @@ def test_outlier_channels(published):
         magnitudes = args[0].flatten(0, -2).square().mean(0).sqrt()
         largest[name] = (magnitudes.max() / magnitudes.median()).item()
 
-    arguments = published.inputs(model, published.TINY_SIZES[0], CPU, torch.float32)
+    arguments = published.inputs(model, published.tiny_sizes[0], CPU, torch.float32)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     outputs = {}
     with torch.no_grad():
@@ -284,16 +283,16 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)
 
 
-@pytest.mark.parametrize("published", [m.ltx, m.wan], ids=models.key_of)
+@pytest.mark.parametrize("published", [m.ltx, m.wan], ids=lambda p: p.key)
 def test_float32_model_is_near_and_exact(published):
     """It is close to the bfloat16 model, and has the float32 model's values."""
     for dtype in (torch.bfloat16, torch.float32):
         model = published.transformer(CPU, dtype, tiny=True)
-        arguments = published.inputs(model, device=CPU, dtype=dtype, **published.SMALL)
+        arguments = published.inputs(model, device=CPU, dtype=dtype, **published.small)
         before = {name: weight.clone() for name, weight in model.named_parameters()}
         with torch.no_grad():
             output = model(**arguments)[0]
-            exact = models.float32_output(model, arguments, getattr(published, "THOUSANDFOLD", ()))
+            exact = models.float32_output(model, arguments, published.thousandfold)
         distance = finite_distance(output, exact)
         assert exact.dtype == torch.float32
         assert 1e-3 < distance < 0.02 if dtype == torch.bfloat16 else distance == 0
@@ -305,30 +304,17 @@ def test_float32_model_is_near_and_exact(published):
 # Inputs
 
 
-def passed_by_ltx_pipeline(transformer):
-    size = m.ltx.TINY_SIZES[0]
-    m.ltx.pipeline(transformer, m.ltx.vae(CPU, torch.float32, tiny=True))(
-        **m.ltx.prompt(transformer, CPU, torch.float32),
-        num_frames=size.frames,
-        height=size.height,
-        width=size.width,
-        frame_rate=m.ltx.FRAME_RATE,
-        num_inference_steps=2,
-        guidance_scale=3.0,
-        output_type="latent",
-    )
-
-
 EULER = functools.partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True)
 FLOW = functools.partial(
     diffusers.UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True
 )
-LTX2_CALL = {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": m.ltx2.FRAME_RATE}
+LTX2_CALL = {"stg_scale": 0.0, "modality_scale": 1.0, "frame_rate": m.ltx2.frame_rate}
 NO_GUIDANCE = {"guidance_scale": 1.0, "audio_guidance_scale": 1.0}
 # The pipeline, its scheduler, and arguments of its call.
 PIPELINES = {
-    m.flux: ("FluxPipeline", EULER, {"guidance_scale": m.flux.GUIDANCE}),
-    m.flux2: ("Flux2Pipeline", EULER, {"guidance_scale": m.flux2.GUIDANCE}),
+    m.ltx: ("LTXPipeline", EULER, {"frame_rate": m.ltx.frame_rate}),
+    m.flux: ("FluxPipeline", EULER, {"guidance_scale": m.flux.guidance}),
+    m.flux2: ("Flux2Pipeline", EULER, {"guidance_scale": m.flux2.guidance}),
     m.sd3: ("StableDiffusion3Pipeline", FlowMatchEulerDiscreteScheduler, {}),
     m.qwenimage: ("QwenImagePipeline", EULER, {}),
     m.sdxl: ("StableDiffusionXLPipeline", diffusers.EulerDiscreteScheduler, {}),
@@ -393,18 +379,18 @@ def passed_by_pipeline(published, transformer, benchmark):
     if published is m.chroma:
         mask = benchmark["attention_mask"]
         given["prompt_attention_mask"] = mask[:, : text.shape[1]]
-    if published in (m.lumina2, m.mochi):
+    if published in (m.ltx, m.lumina2, m.mochi):
         mask = benchmark["encoder_attention_mask"]
         given["prompt_attention_mask"] = mask[-1:]
         given["negative_prompt_attention_mask"] = mask[:1]
     if published in (m.ltx2, m.ltx2_distilled):
         for name in ("prompt_attention_mask", "negative_prompt_attention_mask"):
             given[name] = benchmark["encoder_attention_mask"][:1]
-    if published in (m.sd3, m.sdxl, m.wan, m.cogvideox, m.ltx2, m.mochi):
+    if published in (m.ltx, m.sd3, m.sdxl, m.wan, m.cogvideox, m.ltx2, m.mochi):
         given["negative_prompt_embeds"] = text[:1]
         if pooled is not None:
             given["negative_pooled_prompt_embeds"] = pooled[:1]
-    given |= dataclasses.asdict(published.TINY_SIZES[0])
+    given |= dataclasses.asdict(published.tiny_sizes[0])
     if "frames" in given:
         given["num_frames"] = given.pop("frames")
     pipe(**given, **call, num_inference_steps=2, output_type="latent")
@@ -436,9 +422,7 @@ MADE_BY_THE_PIPELINE = {"hidden_states", "audio_hidden_states", "sample", "x"} |
 }
 
 
-@pytest.mark.parametrize(
-    "published", [pytest.param(p, id=models.key_of(p)) for p in (m.ltx, *PIPELINES)]
-)
+@pytest.mark.parametrize("published", [pytest.param(p, id=p.key) for p in PIPELINES])
 def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     """Arguments of the first forward: names, shapes and dtypes, and values except latents and timesteps."""
     passed = {}
@@ -450,12 +434,9 @@ def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
     twin = models.twin(tiny(published))
     signature = inspect.signature(twin.forward)
     monkeypatch.setattr(twin, "forward", forward)
-    benchmark = published.inputs(tiny(published), published.TINY_SIZES[0], CPU, torch.float32)
+    benchmark = published.inputs(tiny(published), published.tiny_sizes[0], CPU, torch.float32)
     with pytest.raises(FirstForwardError):
-        if published is m.ltx:
-            passed_by_ltx_pipeline(twin)
-        else:
-            passed_by_pipeline(published, twin, benchmark)
+        passed_by_pipeline(published, twin, benchmark)
     if published is m.ltx:
         assert passed.pop("attention_kwargs") is None
     assert set(benchmark) == set(passed)
@@ -464,8 +445,8 @@ def test_inputs_are_what_the_pipeline_passes(monkeypatch, published):
 
 
 def test_positions_of_flux3_are_those_of_diffusers_modular_pipeline():
-    benchmark = m.flux3.inputs(tiny(m.flux3), m.flux3.TINY_SIZES[0], CPU, torch.float32)
-    rows_and_columns = m.flux3.TINY_SIZES[0].latent
+    benchmark = m.flux3.inputs(tiny(m.flux3), m.flux3.tiny_sizes[0], CPU, torch.float32)
+    rows_and_columns = m.flux3.tiny_sizes[0].latent
     scale = before_denoise.Flux3PrepareLatentsStep().image_rope_scale
     expected = before_denoise._prepare_image_ids(*rows_and_columns, scale)
     assert torch.equal(benchmark["img_ids"], expected)
@@ -488,7 +469,7 @@ def test_a_forward_that_is_not_captured_has_no_figures(graphs, name, capsys, mon
     modes = ["injected", models.GRAPHS]
     settings = bench_models.Settings(published, CPU, torch.float32, modes, 1, 1, 0.0, 1, False)
     with torch.no_grad():
-        size = published.TINY_SIZES[0]
+        size = published.tiny_sizes[0]
         result = bench_models.measure_size(tiny(published), graphs, size, settings)
     for of_weights in result["weights"].values():
         assert list(of_weights["modes"]) == (modes if is_captured else modes[:1])

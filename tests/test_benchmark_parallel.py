@@ -131,9 +131,9 @@ def test_published_sizes_are_divisible():
         of_ltx = {2: "257x704x1216", 4: "257x704x1216", 8: "249x704x1216"}
         assert smaller[name] == of_ltx
     for workload in bench_parallel.WORKLOADS.values():
-        assert workload.published.TEXT_TOKENS % 8 == 0
+        assert workload.published.text_tokens % 8 == 0
     with pytest.raises(ValueError, match="no smaller size"):
-        bench_parallel.divisible(bench_parallel.ltx.TINY_SIZES[0], 5)
+        bench_parallel.divisible(bench_parallel.LTX_VIDEO.tiny_sizes[0], 5)
 
 
 # ------------------------------------------------------------------------------------------------

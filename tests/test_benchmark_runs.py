@@ -21,9 +21,9 @@ from benchmarks.models import (
     bench_host_forward,
     bench_in_part,
     bench_models,
-    flux,
-    ltx,
 )
+from benchmarks.models.flux import FLUX
+from benchmarks.models.ltx import LTX_VIDEO
 from benchmarks.operations import bench_attention, bench_energy, bench_fp8, bench_host
 from benchmarks.pipelines import bench_pipelines, bench_quality
 
@@ -104,7 +104,7 @@ def test_fp8(result_of, device):
 
 
 def test_layers_that_modulate_are_not_quantized():
-    names = models.fp8_layers(flux.transformer(CPU, torch.bfloat16, tiny=True))
+    names = models.fp8_layers(FLUX.transformer(CPU, torch.bfloat16, tiny=True))
     assert {"transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.2"} < set(names)
     assert "single_transformer_blocks.0.proj_out" in names and "proj_out" not in names
     assert not any("norm" in name for name in names)
@@ -114,8 +114,8 @@ def test_layers_that_modulate_are_not_quantized():
 @pytest.mark.parametrize(
     ("published", "size", "fp8_modes"),
     [
-        (ltx, "9x64x96", {models.INJECTED_FP8: "injection_fp8"}),
-        (flux, "64x96", {mode: models.INJECTIONS[mode] for mode in models.PRECISION_MODES}),
+        (LTX_VIDEO, "9x64x96", {models.INJECTED_FP8: "injection_fp8"}),
+        (FLUX, "64x96", {mode: models.INJECTIONS[mode] for mode in models.PRECISION_MODES}),
     ],
     ids=["torchao", "precision"],
 )
@@ -123,11 +123,11 @@ def test_models_in_fp8(result_of, device, monkeypatch, published, size, fp8_mode
     """FP8 layers are made of the weights that are measured, which the other modes keep."""
     precision = sys.modules[f"{models.load_kernel()[0].__name__}.injection.quantized.precision"]
     monkeypatch.setattr(precision, "MIN_FEATURES", 16)
-    if published is flux:
-        monkeypatch.setattr(flux, "inputs", functools.partial(flux.inputs, text_tokens=32))
+    if published is FLUX:
+        monkeypatch.setattr(FLUX, "inputs", functools.partial(FLUX.inputs, text_tokens=32))
     modes, weights = ("eager", *fp8_modes), ("peaked", models.OUTLIERS)
     arguments = ["--modes", ",".join(modes), "--weights", ",".join(weights), "--rounds", "1"]
-    arguments += ["--model", models.key_of(published), "--sizes", size]
+    arguments += ["--model", published.key, "--sizes", size]
     result = result_of(bench_models, *arguments, "--peak-memory")
     assert result["scores_std"] == dict.fromkeys(weights, 3.0)
     (entry,) = result["sizes"].values()
@@ -172,16 +172,16 @@ def test_several_models_in_one_run(device, tmp_path):
     arguments = ["--model", "flux,ltx", "--modes", "eager", "--rounds", "1", "--no-distance"]
     run(bench_models, device, tmp_path, *arguments)
     written = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "models").iterdir()}
-    known = {"flux": flux, "ltx": ltx}
+    known = {"flux": FLUX, "ltx": LTX_VIDEO}
     assert written.keys() == known.keys()
     for name, published in known.items():
-        assert written[name]["model"] == published.TINY_NAME
-        assert list(written[name]["sizes"]) == [*map(str, published.TINY_SIZES)]
+        assert written[name]["model"] == published.tiny_name
+        assert list(written[name]["sizes"]) == [*map(str, published.tiny_sizes)]
 
 
 def test_host_time_of_a_forward(result_of, monkeypatch):
     """Each mode and context has its own modules, and runs in its context."""
-    seen, transformer = {}, flux.transformer
+    seen, transformer = {}, FLUX.transformer
 
     def watched(*args):
         model = transformer(*args)
@@ -194,7 +194,7 @@ def test_host_time_of_a_forward(result_of, monkeypatch):
         )
         return model
 
-    monkeypatch.setattr(flux, "transformer", watched)
+    monkeypatch.setattr(FLUX, "transformer", watched)
     conditions = ["as published", "LoRA adapters"]
     arguments = [word for condition in conditions for word in ("--condition", condition)]
     arguments += ["--model", "flux", "--rounds", "1", "--weights", "peaked"]

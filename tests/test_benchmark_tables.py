@@ -195,7 +195,7 @@ def test_newest_of_each_forward_is_shown(tmp_path):
 
 
 def test_titles_are_those_of_what_is_measured():
-    names = {name: published.NAME for name, published in options.MODELS.items()}
+    names = {name: published.name for name, published in options.MODELS.items()}
     assert set(chosen.TITLES) == set(names)
     assert all(names[name].startswith(title) for name, title in chosen.TITLES.items())
     assert set(chosen.PIPELINES) == set(whole_pipelines.PIPELINES)

@@ -12,7 +12,8 @@ import torch._dynamo.testing
 from benchmarks import models
 from benchmarks.harness import comparison, kernel_times, peers, timing
 from benchmarks.harness.comparison import Workload
-from benchmarks.models import bench_block_timeline, bench_cuda_graphs, ltx
+from benchmarks.models import bench_block_timeline, bench_cuda_graphs
+from benchmarks.models.ltx import LTX_VIDEO
 from benchmarks.operations import (
     bench_activation,
     bench_attention,
@@ -377,8 +378,8 @@ def measured_graphs(modes=("eager", "injected", models.GRAPHS), is_replayed=True
         return types.SimpleNamespace(cuda_graphs=[entry] if cuda_graphs else [])
 
     kernel = types.SimpleNamespace(inject_kernels=inject_kernels)
-    model = ltx.transformer(CPU, torch.float32, tiny=True)
-    arguments = ltx.inputs(model, ltx.TINY_SIZES[0], CPU, torch.float32)
+    model = LTX_VIDEO.transformer(CPU, torch.float32, tiny=True)
+    arguments = LTX_VIDEO.inputs(model, LTX_VIDEO.tiny_sizes[0], CPU, torch.float32)
     settings = bench_cuda_graphs.Settings(kernel, CPU, torch.float32, ("peaked",), 2, 1, True)
     with torch.no_grad():
         return bench_cuda_graphs.measure_forward(model, arguments, modes, ("peaked",), settings)

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import click
 import torch
 
 from benchmarks import models
-from benchmarks.models import (
-    allegro,
-    auraflow,
-    chroma,
-    cogvideox,
-    cosmos,
-    flux,
-    flux2,
-    flux3,
-    hunyuan_video,
-    hunyuan_video15,
-    krea2,
-    ltx,
-    ltx2,
-    ltx2_distilled,
-    lumina2,
-    minimax_h3,
-    mochi,
-    qwenimage,
-    qwenimage21,
-    sd3,
-    sdxl,
-    sdxl_channels_last,
-    wan,
-    wan_small,
-    z_image,
-)
+from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
+from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
+from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, Z_IMAGE
+from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
+from benchmarks.models.published import Published
+from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
+from benchmarks.models.stable_diffusion import SD3, SDXL, SDXL_CHANNELS_LAST
+from benchmarks.models.videos import ALLEGRO, COGVIDEOX, MINIMAX_H3, MOCHI
+from benchmarks.models.wan import WAN, WAN_SMALL
 
-PUBLISHED = (
-    *(ltx, flux, flux2, sd3, qwenimage, wan, wan_small, cosmos, auraflow, allegro),
-    *(hunyuan_video, hunyuan_video15, ltx2, ltx2_distilled, z_image, flux3, krea2),
-    *(chroma, lumina2, mochi),
-    *(cogvideox, sdxl, sdxl_channels_last),
-    *(qwenimage21, minimax_h3),
+PUBLISHED: tuple[Published, ...] = (
+    *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, AURAFLOW, ALLEGRO),
+    *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
+    *(CHROMA, LUMINA2, MOCHI),
+    *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
+    *(QWENIMAGE21, MINIMAX_H3),
 )
-MODELS = {models.key_of(published): published for published in PUBLISHED}
+MODELS = {published.key: published for published in PUBLISHED}
 ALL = "all"
 
 
@@ -55,7 +36,7 @@ class Sizes(click.ParamType):
     name = "sizes"
 
     def convert(self, value, param, ctx) -> list[Any]:
-        model = ctx.params.get("model", ltx) if ctx else ltx
+        model = ctx.params.get("model", LTX_VIDEO) if ctx else LTX_VIDEO
         if isinstance(model, list):
             if len(model) > 1:
                 self.fail("sizes are of one model", param, ctx)
@@ -90,7 +71,7 @@ class Models(click.ParamType):
 
     name = "models"
 
-    def convert(self, value, param, ctx) -> list[ModuleType]:
+    def convert(self, value, param, ctx) -> list[Published]:
         if isinstance(value, list):
             return value
         names = set(MODELS) if value == ALL else set(value.split(","))
@@ -124,7 +105,7 @@ def _device(ctx, param, value: str | None) -> torch.device:
     return torch.device(value)
 
 
-def _model(ctx, param, value: str) -> ModuleType:
+def _model(ctx, param, value: str) -> Published:
     return MODELS[value]
 
 

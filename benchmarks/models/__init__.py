@@ -1,10 +1,6 @@
 """What the benchmarks of models share: the kernel package, random weights, and the modes compared.
 
-A published model is a module, such as ltx.py or flux.py, which defines NAME and TINY_NAME, BATCH
-and TEXT_TOKENS, SIZES and TINY_SIZES with `parse_size` for others, and makes
-the `transformer` (or what else denoises) and the `inputs` of a forward; SMALL are the arguments of `inputs`
-that bench_host_forward.py gives it. THOUSANDFOLD, where it is there, names inputs that the model multiplies
-by 1000 in its own dtype.
+published.py says what a published model is.
 """
 
 from __future__ import annotations
@@ -58,6 +54,7 @@ MODES = (
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *FP8_MODES,
 )
+SELF_ATTENTION = ("attn", "attn1")  # names of modules; FlashAttention-3 takes no mask of text
 NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, FA3, TORCHAO, TORCHAO_COMPILED)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
@@ -133,26 +130,6 @@ def small_config(cls: str) -> dict[str, object]:
     return every_model.config_of(cls, head_dim=128)
 
 
-def builder(
-    cls: type,
-    config: Mapping[str, object],
-    tiny_config: Mapping[str, object] | None = None,
-    **tiny_changes: object,
-) -> Callable[..., Any]:
-    """A published model's `transformer`, or another of its models: `build`, with the tiny configuration if
-    asked for. By default this is `small_config` with these changes."""
-
-    def build_published(
-        device: torch.device, dtype: torch.dtype, tiny: bool = False, seed: int = 0
-    ) -> Any:
-        chosen = config
-        if tiny:
-            chosen = tiny_config or {**small_config(cls.__name__), **tiny_changes}
-        return build(cls, chosen, device, dtype, seed)
-
-    return build_published
-
-
 def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[..., torch.Tensor]:
     """What draws normal tensors of the shapes that it is given, in float32, and rounds them."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -166,15 +143,6 @@ def normal(device: torch.device, dtype: torch.dtype, seed: int) -> Callable[...,
 def positions(device: torch.device, *lengths: int) -> torch.Tensor:
     """Integer positions of tokens along these axes, the last one innermost: (product of lengths, axes)."""
     return torch.cartesian_prod(*[torch.arange(length, device=device) for length in lengths])
-
-
-def key_of(published: ModuleType) -> str:
-    """A published model's name in options and results: its module's."""
-    return published.__name__.rpartition(".")[2]
-
-
-def name_of(published: ModuleType, is_tiny: bool) -> str:
-    return published.TINY_NAME if is_tiny else published.NAME
 
 
 def twin(model: torch.nn.Module) -> torch.nn.Module:
@@ -193,23 +161,6 @@ def twin_for(model: torch.nn.Module, mode: str) -> torch.nn.Module:
     instance = twin(model)
     quantize_for(instance, mode)
     return instance
-
-
-def complete(model: torch.nn.Module, published: ModuleType) -> str:
-    """Add blocks up to the published number, over the weights of those that it has.
-
-    Their modules are their own. The last block stays the last: it may be of another kind.
-
-    Returns:
-        The model's name.
-    """
-    counts = getattr(published, "PUBLISHED_BLOCKS", {})
-    for name, count in counts.items():
-        *blocks, last = model.get_submodule(name)
-        sources = blocks or [last]
-        more = [twin(sources[i % len(sources)]) for i in range(count - len(blocks) - 1)]
-        model.set_submodule(name, torch.nn.ModuleList([*blocks, *more, last]))
-    return published.NAME.partition(", ")[0] if counts else published.NAME
 
 
 @contextlib.contextmanager
@@ -334,9 +285,7 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
 def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
     if mode == FA3:
-        from benchmarks.models import fa3  # it imports diffusers
-
-        fa3.use(model)
+        use_flash_attention_3(model)
     if REGIONAL in mode:
         compile_blocks(model)
     elif mode == REDUCE_OVERHEAD:
@@ -346,6 +295,30 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     else:
         return False
     return True
+
+
+def use_flash_attention_3(model: torch.nn.Module) -> None:
+    """Have the self-attentions of a model run on FlashAttention-3, as diffusers' attention backend, from the
+    wheel fa3-fwd.
+
+    diffusers finds FlashAttention-3 only as it is built from source, under other names. ValueError if none of
+    the attentions has an attention backend.
+    """
+    from diffusers.models import attention_dispatch
+    from fa3_fwd_interface import flash_attn_func
+
+    attention_dispatch.flash_attn_3_func = flash_attn_func
+    attention_dispatch._CAN_USE_FLASH_ATTN_3 = True
+    processors = [
+        processor
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in SELF_ATTENTION
+        and hasattr(processor := getattr(module, "processor", None), "_attention_backend")
+    ]
+    if not processors:
+        raise ValueError("its attention has no backend to choose")
+    for processor in processors:
+        processor._attention_backend = attention_dispatch.AttentionBackendName._FLASH_3
 
 
 def fp8_layers(model: torch.nn.Module) -> list[str]:

@@ -28,7 +28,7 @@ from benchmarks import models
 from benchmarks.harness import record
 from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, DTYPE, SIZES, TINY
-from benchmarks.models import ltx
+from benchmarks.models.ltx import LTX_VIDEO, LTXSize
 from benchmarks.operations import bench_attention
 
 import attention_inputs
@@ -38,7 +38,7 @@ import references
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Early, middle and late in denoising, each with its own noise and prompt.
 DRAWS = ((0, 950.0), (1, 600.0), (2, 150.0))
-DEFAULT_SIZE, TINY_SIZE = ltx.VideoSize(49, 512, 768), ltx.VideoSize(9, 64, 96)
+DEFAULT_SIZE, TINY_SIZE = LTXSize(49, 512, 768), LTXSize(9, 64, 96)
 # (batch, sequence, heads, head dim) of LTX-Video 2B at the default size
 SHAPE, TINY_SHAPE = (2, 2688, 32, 64), (2, 12, 2, 64)
 
@@ -78,7 +78,7 @@ def cases(
     wide_bias = normal(wide.shape[-1], std=0.2)
     image, added = x.mT.contiguous(), normal(batch, hidden, std=0.5)  # tokens as pixels
     keys, values = (t.unflatten(-1, (heads, head_dim)) for t in (k, x))
-    text = [t[:, : ltx.TEXT_TOKENS] for t in (keys, values)]
+    text = [t[:, : LTX_VIDEO.text_tokens] for t in (keys, values)]
     text_bias = bench_attention.text_bias(batch, text[0].shape[1], device).to(dtype)
 
     modulation = [scale, shift]
@@ -223,13 +223,13 @@ def measure_operations(
 def measure_model(
     model: torch.nn.Module,
     kernel: ModuleType,
-    size: ltx.VideoSize,
+    size: LTXSize,
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, object]:
     """Distances from the float32 model, one set of inputs at a time."""
     draws = [
-        (seed, timestep, ltx.inputs(model, size, device, dtype, seed, timestep))
+        (seed, timestep, LTX_VIDEO.inputs(model, size, device, dtype, seed, timestep))
         for seed, timestep in DRAWS
     ]
     wide = copy.deepcopy(model).float()
@@ -283,7 +283,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
     formats = ("", "", ".3e", ".3e", ".3f")
     click.echo(tabulate(rows, headers, floatfmt=formats))
 
-    model = ltx.transformer(device, dtype, tiny)
+    model = LTX_VIDEO.transformer(device, dtype, tiny)
     sizes = sizes or [TINY_SIZE if tiny else DEFAULT_SIZE]
     distances = [measure_model(model, kernel, size, dtype, device) for size in sizes]
     for result in distances:

@@ -23,10 +23,10 @@ import torch
 from benchmarks import models
 from benchmarks.harness import kernel_times, record
 from benchmarks.harness.options import DEVICE
-from benchmarks.models import ltx
+from benchmarks.models.ltx import LTX_VIDEO
 
 MODES = models.DEFAULT_MODES
-SIZE, WEIGHTS = ltx.SIZES[-1], "peaked"
+SIZE, WEIGHTS = LTX_VIDEO.sizes[-1], "peaked"
 WARM_UP_CALLS = 5
 LEAST_PERIODS = 3  # for one that is neither the first nor the last
 
@@ -93,11 +93,11 @@ def main(device, output) -> None:
     if device.type != "cuda":
         raise click.UsageError("a timeline of GPU kernels needs a GPU")
     kernel, _ = models.load_kernel()
-    model = ltx.transformer(device, torch.bfloat16)
-    arguments = ltx.inputs(model, SIZE, device, torch.bfloat16)
+    model = LTX_VIDEO.transformer(device, torch.bfloat16)
+    arguments = LTX_VIDEO.inputs(model, SIZE, device, torch.bfloat16)
     result = {
         "environment": record.environment(device),
-        "model": ltx.NAME,
+        "model": LTX_VIDEO.name,
         "size": str(SIZE),
         "weights": WEIGHTS,
         "modes": {},

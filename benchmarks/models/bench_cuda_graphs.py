@@ -52,18 +52,22 @@ from benchmarks.harness.options import (
     modes_on,
     modes_option,
 )
-from benchmarks.models import flux, ltx, sdxl, sdxl_channels_last, wan_small
+from benchmarks.models.flux import FLUX
+from benchmarks.models.ltx import LTX_VIDEO, LTXSize
+from benchmarks.models.published import ImageSize, Published
+from benchmarks.models.stable_diffusion import SDXL, SDXL_CHANNELS_LAST
+from benchmarks.models.wan import WAN_SMALL
 
 DEFAULT_MODES = ("eager", models.REGIONAL, models.REDUCE_OVERHEAD, "injected", models.GRAPHS)
 SMALL_MODES = ("eager", "injected", models.GRAPHS)  # nothing is compiled for few tokens
 DEFAULT_WEIGHTS = ("peaked", "random")
 # Models measured at published sizes. All models are measured at the small size.
 PUBLISHED_SIZES = {
-    ltx: tuple(ltx.VideoSize(frames, 512, 768) for frames in (9, 49, 161)),
-    flux: (flux.ImageSize(512, 512), flux.ImageSize(1024, 1024)),
-    sdxl: sdxl.SIZES,
-    sdxl_channels_last: sdxl.SIZES,
-    wan_small: wan_small.SIZES,
+    LTX_VIDEO: tuple(LTXSize(frames, 512, 768) for frames in (9, 49, 161)),
+    FLUX: (ImageSize(512, 512), ImageSize(1024, 1024)),
+    SDXL: SDXL.sizes,
+    SDXL_CHANNELS_LAST: SDXL.sizes,
+    WAN_SMALL: WAN_SMALL.sizes,
 }
 FIRST_CALLS = 6
 CAPTURES = 3  # models whose capturing call is timed
@@ -269,18 +273,18 @@ def measure_forward(
 
 
 def measure_model(
-    published: ModuleType, sizes: Sequence[Any] | None, modes: Sequence[str], settings: Settings
+    published: Published, sizes: Sequence[Any] | None, modes: Sequence[str], settings: Settings
 ) -> Iterator[dict[str, Any]]:
     """One entry per forward: the published sizes, then the small one, or the given sizes only."""
     device, dtype = settings.device, settings.dtype
     model = published.transformer(device, dtype, settings.tiny)
-    small = {} if sizes else published.SMALL
+    small = {} if sizes else published.small
     if not sizes:
-        sizes = published.TINY_SIZES if settings.tiny else PUBLISHED_SIZES.get(published, ())
+        sizes = published.tiny_sizes if settings.tiny else PUBLISHED_SIZES.get(published, ())
     kinds = [("published", {"size": size}) for size in sizes] + [("small", small)] * bool(small)
     for kind, given in kinds:
         size = given["size"]
-        click.echo(f"{models.key_of(published)} {size}")
+        click.echo(f"{published.key} {size}")
         arguments = published.inputs(model, device=device, dtype=dtype, **given)
         is_small = kind == "small"
         chosen = [mode for mode in modes if mode in SMALL_MODES] if is_small else modes
@@ -288,13 +292,13 @@ def measure_model(
             continue
         weights = settings.weights[:1] if is_small else settings.weights
         yield {
-            "name": models.key_of(published),
-            "model": models.name_of(published, settings.tiny),
+            "name": published.key,
+            "model": published.name_of(settings.tiny),
             "input": kind,
             "size": str(size),
-            "batch": published.BATCH,
+            "batch": published.batch,
             "tokens": size.tokens,
-            "text_tokens": given.get("text_tokens", published.TEXT_TOKENS),
+            "text_tokens": given.get("text_tokens", published.text_tokens),
             **measure_forward(model, arguments, chosen, weights, settings),
         }
         models.free(device)
@@ -325,7 +329,7 @@ def show(entry: Mapping[str, Any]) -> None:
             click.echo(f"{mode} RAN WITHOUT CUDA GRAPHS: torch.compile left them out")
 
 
-def is_whole(published: Sequence[ModuleType], sizes: Sequence[Any] | None) -> bool:
+def is_whole(published: Sequence[Published], sizes: Sequence[Any] | None) -> bool:
     """Whether all given sizes are sizes of the model."""
     return not sizes or set(sizes) <= set(PUBLISHED_SIZES.get(published[0], ()))
 
@@ -383,7 +387,7 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
         except Exception:
             if len(model) == 1:
                 raise
-            failed.append(models.key_of(published))  # the other models are still measured
+            failed.append(published.key)  # the other models are still measured
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     if output is not None:

@@ -29,11 +29,11 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, record
 from benchmarks.harness.options import DEVICE, DTYPE, modes_on
-from benchmarks.models import ltx
+from benchmarks.models.ltx import LTX_VIDEO, LTXSize
 
 BLOCKS = 4
 SHAPES = tuple(
-    ltx.VideoSize(*numbers)
+    LTXSize(*numbers)
     for numbers in itertools.product((1, 17, 33, 49, 65), (256, 384, 512), (256, 512, 768))
 )
 RUN_LENGTHS = (2, 6)  # calls of a shape in a row: the second one captures
@@ -41,10 +41,10 @@ FIRST = 200  # calls after which the peak is taken
 SAMPLED = 20  # calls between two samples
 MIB = 2**20
 
-Forward = Callable[[ltx.VideoSize], object]
+Forward = Callable[[LTXSize], object]
 
 
-def sequence(calls: int, shapes: Sequence[ltx.VideoSize] = SHAPES) -> list[ltx.VideoSize]:
+def sequence(calls: int, shapes: Sequence[LTXSize] = SHAPES) -> list[LTXSize]:
     """The shapes of that many calls: random permutations of all shapes, one after the other."""
     draw, drawn = random.Random(0), []
     while len(drawn) < calls:
@@ -62,7 +62,7 @@ def reserved(device: torch.device) -> int:
 
 
 def follow(
-    forward: Forward, shapes: Sequence[ltx.VideoSize], measure: Callable[[], Mapping[str, int]]
+    forward: Forward, shapes: Sequence[LTXSize], measure: Callable[[], Mapping[str, int]]
 ) -> list[dict[str, int]]:
     """Runs the calls, and samples memory every SAMPLED calls and after the last."""
     samples = []
@@ -92,21 +92,21 @@ def measure(
 ) -> dict[str, Any]:
     """The same calls without and with graphs, and the memory of one graph of the largest shape."""
     config = {"num_layers": BLOCKS}
-    model = models.build(ltx.LTXVideoTransformer3DModel, config, device, dtype, 0)
-    arguments = {shape: ltx.inputs(model, shape, device, dtype) for shape in SHAPES}
+    model = models.build(LTX_VIDEO.cls, config, device, dtype, 0)
+    arguments = {shape: LTX_VIDEO.inputs(model, shape, device, dtype) for shape in SHAPES}
     shapes = sequence(calls)
 
     def injected(**options: object) -> tuple[Forward, Any]:
         instance = models.twin(model)
         report = kernel.inject_kernels(instance, **options)
 
-        def forward(shape: ltx.VideoSize) -> None:
+        def forward(shape: LTXSize) -> None:
             with torch.inference_mode():
                 instance(**arguments[shape])
 
         return forward, report
 
-    def run(drawn: Sequence[ltx.VideoSize], **options: object) -> tuple[list[dict[str, int]], Any]:
+    def run(drawn: Sequence[LTXSize], **options: object) -> tuple[list[dict[str, int]], Any]:
         """Memory over the calls, in bytes above that of the weights and inputs."""
         forward, report = injected(**options)
         before = reserved(device)

@@ -86,10 +86,7 @@ class Entry:
 
 
 def _published(entry: Any, device: torch.device, is_tiny: bool) -> tuple[Any, dict[str, Forward]]:
-    if isinstance(entry, ModuleType):
-        entry = bench_in_part.Published(entry)
-    model = entry.build(device, is_tiny)
-    arguments = entry.arguments(model, device, is_tiny)
+    model, arguments = bench_in_part.model_and_arguments(entry, device, is_tiny)
     return model, {"forward": lambda twin: twin(**arguments)}
 
 
@@ -237,12 +234,8 @@ def _small(name: str, device: torch.device, is_tiny: bool) -> tuple[Any, dict[st
 
 
 def entries(is_tiny: bool) -> Iterator[Entry]:
-    known = {
-        **{module.NAME: module for module in PUBLISHED},
-        **{entry.title: entry for entry in bench_in_part.MODELS.values()},
-    }
-    for title, module in known.items():
-        yield Entry("published", title, functools.partial(_published, module))
+    for model in dict.fromkeys((*PUBLISHED, *bench_in_part.MODELS.values())):
+        yield Entry("published", model.name, functools.partial(_published, model))
     for name in autoencoders.AUTOENCODERS if is_tiny else AUTOENCODERS:
         yield Entry("autoencoders", name, functools.partial(_autoencoder, name))
     for name in every_model.MODELS:

@@ -30,10 +30,15 @@ from benchmarks import models
 from benchmarks.harness import record
 from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, TINY, Named
-from benchmarks.models import flux, ltx, qwenimage, trained_ltx, wan
+from benchmarks.models import trained_ltx
+from benchmarks.models.flux import FLUX
+from benchmarks.models.ltx import LTX_VIDEO
+from benchmarks.models.published import Published
+from benchmarks.models.qwenimage import QWENIMAGE
+from benchmarks.models.wan import WAN
 
 TRAINED = "trained"
-MODELS = {TRAINED: None, **{models.key_of(p): p for p in (ltx, flux, wan, qwenimage)}}
+MODELS = {TRAINED: None, **{p.key: p for p in (LTX_VIDEO, FLUX, WAN, QWENIMAGE)}}
 DTYPE = torch.bfloat16  # of torchao's quantization per row
 NONE, BLOCKS = "none", "all in blocks except modulation"
 # Ends of the names of the layers in blocks.
@@ -103,14 +108,14 @@ def measure(
 
 
 def measure_published(
-    published: ModuleType, weights: str, kernel: ModuleType, device: torch.device, tiny: bool
+    published: Published, weights: str, kernel: ModuleType, device: torch.device, tiny: bool
 ) -> dict[str, Any]:
     model = published.transformer(device, DTYPE, tiny)
-    size = (published.TINY_SIZES if tiny else published.SIZES)[0]
+    size = (published.tiny_sizes if tiny else published.sizes)[0]
     arguments = published.inputs(model, size, device, DTYPE)
     with models.weights(model, weights):
-        rows = measure(model, arguments, getattr(published, "THOUSANDFOLD", ()), kernel)
-    name = models.name_of(published, tiny)
+        rows = measure(model, arguments, published.thousandfold, kernel)
+    name = published.name_of(tiny)
     return {"model": name, "size": str(size), "weights": weights, "kinds": rows}
 
 

@@ -44,6 +44,7 @@ from benchmarks.harness.options import (
     modes_on,
     modes_option,
 )
+from benchmarks.models.published import Published
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 WARM_UP_ROUNDS = 3  # a CUDA graph is captured in the second call
@@ -88,7 +89,7 @@ def under(context: Callable[[], object], forward: Callable[[], object]) -> Calla
 
 
 def measure_model(
-    published: ModuleType,
+    published: Published,
     kernel: ModuleType | None,
     modes: list[str],
     rounds: int,
@@ -100,8 +101,8 @@ def measure_model(
 ) -> list[dict[str, object]]:
     """One entry per context and mode."""
     model = published.transformer(device, dtype, tiny)
-    name = published.TINY_NAME if tiny else models.complete(model, published)
-    arguments = published.inputs(model, device=device, dtype=dtype, **published.SMALL)
+    name = published.tiny_name if tiny else published.complete(model)
+    arguments = published.inputs(model, device=device, dtype=dtype, **published.small)
     forwards, reports = {}, []
     for context, enter in CONTEXTS.items():
         for mode in modes:
@@ -123,9 +124,9 @@ def measure_model(
         summary = timing.summarize([value / 1e3 for value in values])
         entry = {
             "model": name,
-            "batch": published.BATCH,
-            "tokens": published.SMALL["size"].tokens,
-            "text_tokens": published.SMALL.get("text_tokens", published.TEXT_TOKENS),
+            "batch": published.batch,
+            "tokens": published.small["size"].tokens,
+            "text_tokens": published.small.get("text_tokens", published.text_tokens),
             "condition": condition,
             "weights": weights,
             "context": context,
@@ -228,7 +229,7 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
         except Exception:
             if len(chosen) == 1:
                 raise
-            failed.append(models.key_of(published))  # the other models are still measured
+            failed.append(published.key)  # the other models are still measured
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     show(result["forwards"])

@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +29,9 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE, TINY, Named
-from benchmarks.models import allegro, auraflow
-from benchmarks.models.sizes import ImageSize
+from benchmarks.models.images import AURAFLOW
+from benchmarks.models.published import Given, Published, PublishedImage
+from benchmarks.models.videos import ALLEGRO
 
 MODES = (models.REGIONAL, f"injected+{models.REGIONAL}")
 RUNS = 3
@@ -40,209 +39,165 @@ WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
 DTYPE = torch.bfloat16
 
-Draw = Callable[..., torch.Tensor]
-Inputs = Callable[[Any, ImageSize, Draw, torch.device], dict[str, object]]
+
+class PackedImage(PublishedImage):
+    """Packed latents of one image, and its text's."""
+
+    config = {"num_layers": 2, "num_single_layers": 4}
+    timestep = 0.8
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config, size, device = model.config, given.size, given.device
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "timestep": given.timesteps().to(given.dtype),
+            "img_ids": models.positions(device, 1, *size.latent).float(),
+            "txt_ids": torch.zeros(given.text_tokens, 3, device=device),
+        }
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model and the arguments of a forward, as its pipeline passes them.
-
-    Attributes:
-        inputs: ``inputs(config, size, draw, device)``; ``draw`` makes normal tensors of a shape.
-    """
-
-    title: str
-    class_name: str
-    config: dict[str, object]
-    inputs: Inputs
-
-    def build(self, device: torch.device, is_tiny: bool) -> torch.nn.Module:
-        config = models.small_config(self.class_name) if is_tiny else self.config
-        return models.build(getattr(transformers, self.class_name), config, device, DTYPE, seed=0)
-
-    def arguments(self, model: Any, device: torch.device, is_tiny: bool) -> dict[str, object]:
-        size = ImageSize(64, 96) if is_tiny else ImageSize(1024, 1024)
-        draw = models.normal(device, DTYPE, seed=0)
-        return {**self.inputs(model.config, size, draw, device), "return_dict": False}
+class LongCatImage(PackedImage):
+    key, name = "longcat_image", "LongCat-Image, 2 + 4 blocks"
+    cls = transformers.LongCatImageTransformer2DModel
+    text_tokens = 512
 
 
-@dataclass(frozen=True)
-class Published:
-    """A model that the benchmark of models has, too."""
-
-    module: ModuleType
-
-    @property
-    def title(self) -> str:
-        return self.module.NAME
-
-    def build(self, device: torch.device, is_tiny: bool) -> torch.nn.Module:
-        return self.module.transformer(device, DTYPE, is_tiny)
-
-    def arguments(self, model: Any, device: torch.device, is_tiny: bool) -> dict[str, object]:
-        size, *_ = self.module.TINY_SIZES if is_tiny else self.module.SIZES
-        return self.module.inputs(model, size, device, DTYPE)
+class OvisImage(PackedImage):
+    key, name = "ovis_image", "Ovis-Image, 2 + 4 blocks"
+    cls = transformers.OvisImageTransformer2DModel
+    text_tokens = 256
 
 
-def _step(device: torch.device, count: int = 1, timestep: float = 0.8) -> torch.Tensor:
-    return torch.full((count,), timestep, device=device, dtype=DTYPE)
+class Bria(PackedImage):
+    key, name = "bria", "Bria, 2 + 4 blocks"
+    cls = transformers.BriaTransformer2DModel
+    text_tokens = 128
 
 
-def _latents(config: Any, size: ImageSize, draw: Draw) -> torch.Tensor:
-    """Latents of guidance: (2, C, H, W), twice the same."""
-    return draw(1, config.in_channels, *size.unpacked).repeat(2, 1, 1, 1)
+class ErnieImage(PublishedImage):
+    key, name = "ernie_image", "ERNIE-Image, 4 blocks"
+    cls = transformers.ErnieImageTransformer2DModel
+    config = {"num_layers": 4}
+    text_tokens = 128
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config = model.config
+        latents = given.normal(1, config.in_channels, *given.size.latent)
+        return {
+            "hidden_states": latents.repeat(2, 1, 1, 1),
+            "timestep": given.timesteps(2).to(given.dtype),
+            "text_bth": given.normal(2, given.text_tokens, config.text_in_dim),
+            "text_lens": torch.tensor([16, given.text_tokens], device=given.device),
+        }
 
 
-def _joint_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device, text_tokens: int
-) -> dict[str, object]:
-    """Packed latents of one image, and its text's: batch 1."""
-    return {
-        "hidden_states": draw(1, size.tokens, config.in_channels),
-        "encoder_hidden_states": draw(1, text_tokens, config.joint_attention_dim),
-        "timestep": _step(device),
-        "img_ids": models.positions(device, 1, *size.latent).float(),
-        "txt_ids": torch.zeros(text_tokens, 3, device=device),
-    }
+class PixArt(PublishedImage):
+    key, name = "pixart", "PixArt-α, 8 blocks"
+    cls = transformers.PixArtTransformer2DModel
+    config = {"num_layers": 8, "caption_channels": 4096, "interpolation_scale": 2}
+    text_tokens = 120
+    timestep = 800
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config, size, device = model.config, given.size, given.device
+        sides = torch.tensor([[size.height, size.width]] * 2, device=device, dtype=given.dtype)
+        mask = torch.ones(2, given.text_tokens, device=device)
+        mask[0, 8:] = 0  # the negative prompt is empty
+        latents = given.normal(1, config.in_channels, *size.unpacked)
+        return {
+            "hidden_states": latents.repeat(2, 1, 1, 1),
+            "encoder_hidden_states": given.normal(2, given.text_tokens, config.caption_channels),
+            "encoder_attention_mask": mask,
+            "timestep": given.timesteps(2),
+            "added_cond_kwargs": {
+                "resolution": sides,
+                "aspect_ratio": sides[:, :1] / sides[:, 1:],
+            },
+        }
 
 
-def _pixart_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device
-) -> dict[str, object]:
-    sides = torch.tensor([[size.height, size.width]] * 2, device=device, dtype=DTYPE)
-    mask = torch.ones(2, 120, device=device)
-    mask[0, 8:] = 0  # the negative prompt is empty
-    return {
-        "hidden_states": _latents(config, size, draw),
-        "encoder_hidden_states": draw(2, 120, config.caption_channels),
-        "encoder_attention_mask": mask,
-        "timestep": torch.full((2,), 800, device=device),
-        "added_cond_kwargs": {
-            "resolution": sides,
-            "aspect_ratio": sides[:, :1] / sides[:, 1:],
-        },
-    }
+class CogView4(PublishedImage):
+    key, name = "cogview4", "CogView4, 4 blocks"
+    cls = transformers.CogView4Transformer2DModel
+    config = {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32}
+    text_tokens = 224
+    timestep = 800
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config, size = model.config, given.size
+        sides = torch.tensor([[size.height, size.width]], device=given.device, dtype=given.dtype)
+        return {
+            "hidden_states": given.normal(1, config.in_channels, *size.unpacked),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.text_embed_dim),
+            "timestep": given.timesteps(),
+            "original_size": sides,
+            "target_size": sides,
+            "crop_coords": torch.zeros_like(sides),
+        }
 
 
-def _cogview4_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device
-) -> dict[str, object]:
-    sides = torch.tensor([[size.height, size.width]], device=device, dtype=DTYPE)
-    return {
-        "hidden_states": draw(1, config.in_channels, *size.unpacked),
-        "encoder_hidden_states": draw(1, 224, config.text_embed_dim),
-        "timestep": torch.full((1,), 800, device=device),
-        "original_size": sides,
-        "target_size": sides,
-        "crop_coords": torch.zeros_like(sides),
-    }
+class PRX(PublishedImage):
+    key, name = "prx", "PRX, 8 blocks"
+    cls = transformers.PRXTransformer2DModel
+    config = {"depth": 8}
+    text_tokens = 256
+    timestep = 0.8
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config, text_tokens = model.config, given.text_tokens
+        latents = given.normal(1, config.in_channels, *given.size.unpacked)
+        return {
+            "hidden_states": latents.repeat(2, 1, 1, 1),
+            "encoder_hidden_states": given.normal(2, text_tokens, config.context_in_dim),
+            "attention_mask": torch.stack([given.text_mask(16), given.text_mask(text_tokens)]),
+            "timestep": given.timesteps(2).to(given.dtype),
+        }
 
 
-def _ernie_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device
-) -> dict[str, object]:
-    return {
-        "hidden_states": draw(1, config.in_channels, *size.latent).repeat(2, 1, 1, 1),
-        "timestep": _step(device, 2, 800.0),
-        "text_bth": draw(2, 128, config.text_in_dim),
-        "text_lens": torch.tensor([16, 128], device=device),
-    }
+class Kandinsky5(PublishedImage):
+    """A video of few frames."""
+
+    key, name = "kandinsky5", "Kandinsky 5, 4 blocks"
+    cls = transformers.Kandinsky5Transformer3DModel
+    config = {"num_visual_blocks": 4}
+    text_tokens = 256
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        config, device = model.config, given.device
+        frames, (height, width) = 5, given.size.unpacked
+        spaces = (frames, height // 2, width // 2)
+        return {
+            "hidden_states": given.normal(1, frames, height, width, config.in_visual_dim),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.in_text_dim),
+            "pooled_projections": given.normal(1, config.in_text_dim2),
+            "timestep": given.timesteps().to(given.dtype),
+            "visual_rope_pos": [torch.arange(count, device=device) for count in spaces],
+            "text_rope_pos": torch.arange(given.text_tokens, device=device),
+        }
 
 
-def _prx_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device
-) -> dict[str, object]:
-    mask = torch.ones(2, 256, device=device, dtype=torch.bool)
-    mask[0, 16:] = False
-    return {
-        "hidden_states": _latents(config, size, draw),
-        "encoder_hidden_states": draw(2, 256, config.context_in_dim),
-        "attention_mask": mask,
-        "timestep": _step(device, 2),
-    }
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN))}
 
 
-def _kandinsky5_inputs(
-    config: Any, size: ImageSize, draw: Draw, device: torch.device
-) -> dict[str, object]:
-    frames, (height, width) = 5, size.unpacked
-    spaces = (frames, height // 2, width // 2)
-    return {
-        "hidden_states": draw(1, frames, height, width, config.in_visual_dim),
-        "encoder_hidden_states": draw(1, 256, config.in_text_dim),
-        "pooled_projections": draw(1, config.in_text_dim2),
-        "timestep": _step(device, timestep=800.0),
-        "visual_rope_pos": [torch.arange(count, device=device) for count in spaces],
-        "text_rope_pos": torch.arange(256, device=device),
-    }
-
-
-_JOINT = {"num_layers": 2, "num_single_layers": 4}
-MODELS: dict[str, Model | Published] = {
-    "auraflow": Published(auraflow),
-    "allegro": Published(allegro),
-    "longcat_image": Model(
-        "LongCat-Image, 2 + 4 blocks",
-        "LongCatImageTransformer2DModel",
-        _JOINT,
-        functools.partial(_joint_inputs, text_tokens=512),
-    ),
-    "ovis_image": Model(
-        "Ovis-Image, 2 + 4 blocks",
-        "OvisImageTransformer2DModel",
-        _JOINT,
-        functools.partial(_joint_inputs, text_tokens=256),
-    ),
-    "bria": Model(
-        "Bria, 2 + 4 blocks",
-        "BriaTransformer2DModel",
-        _JOINT,
-        functools.partial(_joint_inputs, text_tokens=128),
-    ),
-    "ernie_image": Model(
-        "ERNIE-Image, 4 blocks",
-        "ErnieImageTransformer2DModel",
-        {"num_layers": 4},
-        _ernie_inputs,
-    ),
-    "pixart": Model(
-        "PixArt-α, 8 blocks",
-        "PixArtTransformer2DModel",
-        {"num_layers": 8, "caption_channels": 4096, "interpolation_scale": 2},
-        _pixart_inputs,
-    ),
-    "cogview4": Model(
-        "CogView4, 4 blocks",
-        "CogView4Transformer2DModel",
-        {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32},
-        _cogview4_inputs,
-    ),
-    "prx": Model(
-        "PRX, 8 blocks",
-        "PRXTransformer2DModel",
-        {"depth": 8},
-        _prx_inputs,
-    ),
-    "kandinsky5": Model(
-        "Kandinsky 5, 4 blocks",
-        "Kandinsky5Transformer3DModel",
-        {"num_visual_blocks": 4},
-        _kandinsky5_inputs,
-    ),
-}
+def model_and_arguments(
+    entry: Published, device: torch.device, is_tiny: bool
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = entry.transformer(device, DTYPE, is_tiny)
+    size, *_ = entry.tiny_sizes if is_tiny else entry.sizes
+    return model, entry.inputs(model, size, device, DTYPE)
 
 
 def measure(
-    entry: Model | Published,
+    entry: Published,
     kernel: ModuleType,
     device: torch.device,
     is_tiny: bool,
     rounds: int,
 ) -> dict[str, Any]:
     """Each run's times and speedup of one model."""
-    model = entry.build(device, is_tiny)
-    arguments = entry.arguments(model, device, is_tiny)
+    model, arguments = model_and_arguments(entry, device, is_tiny)
     twins = {mode: models.twin(model) for mode in MODES}
     for mode, twin in twins.items():
         if mode.startswith("injected"):
@@ -261,7 +216,7 @@ def measure(
     ]
     speedups = [median[MODES[0]] / median[MODES[1]] for median in medians]
     return {
-        "model": entry.title,
+        "model": entry.name,
         "ms": medians,
         "speedups": speedups,
         "speedup": statistics.median(speedups),

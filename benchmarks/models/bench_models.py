@@ -55,6 +55,7 @@ from benchmarks.harness.options import (
     modes_on,
     modes_option,
 )
+from benchmarks.models.published import Published
 
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups
@@ -68,7 +69,7 @@ HOST_ROUNDS = 5  # maximum, because a sample takes as long as one of the time
 class Settings:
     """Settings shared by all sizes."""
 
-    published: ModuleType
+    published: Published
     device: torch.device
     dtype: torch.dtype
     modes: list[str]
@@ -121,7 +122,7 @@ def distances(
     }
     if not settings.has_distance:
         return entries
-    exact = models.float32_output(model, arguments, getattr(settings.published, "THOUSANDFOLD", ()))
+    exact = models.float32_output(model, arguments, settings.published.thousandfold)
     eagers = finite_distance(eager, exact)
     for mode, output in outputs.items():
         distance = finite_distance(output, exact)
@@ -166,8 +167,8 @@ def measure_size(
     arguments = published.inputs(model, size, device, settings.dtype)
     result: dict[str, object] = {
         "tokens": size.tokens,
-        "text_tokens": published.TEXT_TOKENS,
-        "batch": published.BATCH,
+        "text_tokens": published.text_tokens,
+        "batch": published.batch,
         "compiled_in_s": {},
     }
 
@@ -295,13 +296,13 @@ def measure_model(
 ) -> None:
     """Measure all sizes of one model, and write each to `path`; `head` has the result's first entries."""
     published, device = settings.published, settings.device
-    sizes = sizes or (published.TINY_SIZES if tiny else published.SIZES)
+    sizes = sizes or (published.tiny_sizes if tiny else published.sizes)
     # Before there are other weights.
     peaks = {}
     if settings.has_memory:
         peaks = {size: {"peak_bytes": peak_memory(kernel, size, settings, tiny)} for size in sizes}
     model = published.transformer(device, settings.dtype, tiny)
-    result = {**head, "model": models.name_of(published, tiny), "sizes": {}}
+    result = {**head, "model": published.name_of(tiny), "sizes": {}}
     for size in sizes:
         torch.compiler.reset()
         measured = measure_size(model, kernel, size, settings)
@@ -310,7 +311,7 @@ def measure_model(
             record.write(path, result)
         if device.type == "cuda":
             for name, of_weights in result["sizes"][str(size)]["weights"].items():
-                show_kernels(f"{models.key_of(published)}, {size}, {name}", of_weights["modes"])
+                show_kernels(f"{published.key}, {size}, {name}", of_weights["modes"])
     click.echo(f"\n{result['model']}")
     for size, entry in result["sizes"].items():
         show_size(size, entry)
@@ -319,7 +320,7 @@ def measure_model(
 
 
 def destination(
-    output: Path | None, published: ModuleType, several: bool, modes: list[str], calls: int
+    output: Path | None, published: Published, several: bool, modes: list[str], calls: int
 ) -> record.Destination | None:
     """Where a model's result goes. Modes beyond the default ones do not prevent its storage."""
     name, default, neutral = "models/{}", models.DEFAULT_MODES, ("modes", "has_memory")
@@ -330,7 +331,7 @@ def destination(
             name, neutral = "fp8_models/{}_compiled", (*neutral, "sizes")
         elif calls > 1:
             name, neutral = "fp8_models/{}_back_to_back", (*neutral, "calls")
-    name = name.format(models.key_of(published))
+    name = name.format(published.key)
     if output is not None and several:
         return output / f"{name}.json"
     return record.destination(output, name, neutral if set(default) <= set(modes) else ())
@@ -418,7 +419,7 @@ def main(
             if not several:
                 raise
             # The other models are still measured.
-            failed.append(models.key_of(published))
+            failed.append(published.key)
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
     if failed:

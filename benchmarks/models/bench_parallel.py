@@ -61,8 +61,10 @@ from benchmarks import models
 from benchmarks.harness import clocks, kernel_times, record, timing
 from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named
-from benchmarks.models import flux, ltx, wan
-from benchmarks.models.sizes import ImageSize, VideoSize
+from benchmarks.models.flux import FLUX
+from benchmarks.models.ltx import LTX_VIDEO, LTXSize
+from benchmarks.models.published import ImageSize, Published, VideoSize
+from benchmarks.models.wan import WAN
 
 WEIGHTS = "peaked"
 WARM_UP_ROUNDS = 2
@@ -80,18 +82,18 @@ Result = TypeVar("Result")
 class Workload:
     """A published model, the size at which it is measured, and inputs that are not its pipeline's."""
 
-    published: ModuleType
+    published: Published
     size: Any
     changed_inputs: Mapping[str, object] = field(default_factory=dict)
 
 
-LTX_SIZE = ltx.VideoSize(257, 704, 1216)
+LTX_SIZE = LTXSize(257, 704, 1216)
 WORKLOADS = {
-    "wan": Workload(wan, VideoSize(81, 720, 1280)),
+    "wan": Workload(WAN, VideoSize(81, 720, 1280)),
     # Eager LTX-Video cannot share its heads with a mask: it has one for each head of the model.
-    "ltx": Workload(ltx, LTX_SIZE, {"encoder_attention_mask": None}),
-    "flux": Workload(flux, ImageSize(2048, 2048)),
-    "ltx_masked": Workload(ltx, LTX_SIZE),
+    "ltx": Workload(LTX_VIDEO, LTX_SIZE, {"encoder_attention_mask": None}),
+    "flux": Workload(FLUX, ImageSize(2048, 2048)),
+    "ltx_masked": Workload(LTX_VIDEO, LTX_SIZE),
 }
 DEFAULT_WORKLOADS = ("wan", "ltx", "flux")
 
@@ -524,22 +526,22 @@ def measure_workload(
 ) -> None:
     """One model, at the size that the degrees divide; degrees of different sizes have an entry each."""
     published, device = workload.published, ranks.device
-    asked = published.TINY_SIZES[0] if is_tiny else workload.size
+    asked = published.tiny_sizes[0] if is_tiny else workload.size
     of_size: dict[Any, list[int]] = {}
     for degree in degrees:
         of_size.setdefault(divisible(asked, degree), []).append(degree)
     model = published.transformer(device, dtype, is_tiny)
     kept = shorten(model, None)
-    whole = {**kept, **({} if is_tiny else getattr(published, "PUBLISHED_BLOCKS", {}))}
+    whole = {**kept, **({} if is_tiny else published.published_blocks)}
     kept = shorten(model, blocks)
     for size, of_degrees in of_size.items():
         entry: dict[str, Any] = {
-            "model": models.name_of(published, is_tiny).partition(", ")[0],
+            "model": published.name_of(is_tiny).partition(", ")[0],
             "size": str(size),
             "asked_size": str(asked),
             "tokens": size.tokens,
-            "text_tokens": published.TEXT_TOKENS,
-            "batch": published.BATCH,
+            "text_tokens": published.text_tokens,
+            "batch": published.batch,
             "blocks": kept,
             "published_blocks": whole,
             "changed_inputs": dict(workload.changed_inputs),
@@ -663,7 +665,7 @@ def main(modelled, workloads, degrees, blocks, rounds, device, dtype, tiny, outp
                 record.write(path, result)
 
         for workload in workloads:
-            model = models.key_of(workload.published)
+            model = workload.published.key
             run = functools.partial(
                 measure_workload,
                 *(workload, kernel, degrees, ranks, dtype, tiny, blocks, rounds),

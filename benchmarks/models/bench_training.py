@@ -33,7 +33,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import models
 from benchmarks.harness import kernel_times, record, timing
 from benchmarks.harness.options import DEVICE, TINY
-from benchmarks.models import flux, flux2, ltx, qwenimage, sd3, wan
+from benchmarks.models.flux import FLUX, FLUX2
+from benchmarks.models.ltx import LTX_VIDEO, LTXSize
+from benchmarks.models.published import Published
+from benchmarks.models.qwenimage import QWENIMAGE
+from benchmarks.models.stable_diffusion import SD3
+from benchmarks.models.wan import WAN
 
 DTYPE = torch.bfloat16
 BLOCKS = 4  # of LTX-Video's 28
@@ -42,16 +47,16 @@ WARM_UP_ROUNDS = 3
 PROFILED_CALLS = 3
 LEARNING_RATE = 1e-3
 LORA = LoraConfig(r=8, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
-LORA_SIZES = {ltx: ltx.VideoSize(9, 256, 256), flux: flux.parse_size("256x256")}
+LORA_SIZES = {LTX_VIDEO: LTXSize(9, 256, 256), FLUX: FLUX.parse_size("256x256")}
 SMALL_MODELS = {
-    ltx: ("LTX-Video, 2 blocks", LTXVideoTransformer3DModel, {"num_layers": 2}),
-    flux: (
+    LTX_VIDEO: ("LTX-Video, 2 blocks", LTXVideoTransformer3DModel, {"num_layers": 2}),
+    FLUX: (
         "FLUX.1, 1 + 2 blocks",
         FluxTransformer2DModel,
         {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
     ),
 }
-FAMILIES = (ltx, flux, flux2, qwenimage, sd3, wan)
+FAMILIES = (LTX_VIDEO, FLUX, FLUX2, QWENIMAGE, SD3, WAN)
 # Without cuDNN's, which returns NaN for FLUX.1's short sequences.
 ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Mode, dtype and data seed of each run.
@@ -80,7 +85,7 @@ def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor
 
 
 def measure_gradients(
-    kernel: ModuleType, published: ModuleType, device: torch.device, samples: int
+    kernel: ModuleType, published: Published, device: torch.device, samples: int
 ) -> dict:
     """Error of a small model's gradients, against the float32 model's, over that of eager training: geometric
     mean over samples, and the standard error of its logarithm."""
@@ -89,7 +94,7 @@ def measure_gradients(
     kernel.inject_kernels(injected)
     logarithms = []
     for seed in range(samples):
-        how = {"size": published.TINY_SIZES[0], "device": device, "dtype": DTYPE, "seed": seed}
+        how = {"size": published.tiny_sizes[0], "device": device, "dtype": DTYPE, "seed": seed}
         arguments = published.inputs(model, **how)
         with sdpa_kernel(ATTENTION_BACKENDS):
             expected = gradients(exact, models.upcast(arguments))
@@ -99,7 +104,7 @@ def measure_gradients(
             )
         logarithms.append(math.log(mine / eager))
     return {
-        "model": published.TINY_NAME,
+        "model": published.tiny_name,
         "samples": samples,
         "error_over_eager": math.exp(statistics.fmean(logarithms)),
         "standard_error": statistics.stdev(logarithms) / math.sqrt(samples),
@@ -117,10 +122,10 @@ def peak_bytes(function, device: torch.device) -> int | None:
 
 
 def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds: int) -> dict:
-    config = ltx.TINY_TRANSFORMER if tiny else {"num_layers": BLOCKS}
+    config = LTX_VIDEO.tiny_config if tiny else {"num_layers": BLOCKS}
     model = models.build(LTXVideoTransformer3DModel, config, device, DTYPE, 0)
-    size = (ltx.TINY_SIZES if tiny else ltx.SIZES)[0]
-    arguments = ltx.inputs(model, size, device, DTYPE)
+    size = (LTX_VIDEO.tiny_sizes if tiny else LTX_VIDEO.sizes)[0]
+    arguments = LTX_VIDEO.inputs(model, size, device, DTYPE)
     exact = gradients(copy.deepcopy(model).float(), models.upcast(arguments))
     functions, entries = {}, {}
     for mode in MODES:
@@ -153,7 +158,7 @@ def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds:
             ratios[f"eager over injected, {what}"] = eager[what] / injected[what]
         ratios["peak memory over eager's"] = injected["peak_bytes"] / eager["peak_bytes"]
     return {
-        "model": ltx.TINY_NAME if tiny else f"LTX-Video 2B, {BLOCKS} of 28 blocks",
+        "model": LTX_VIDEO.tiny_name if tiny else f"LTX-Video 2B, {BLOCKS} of 28 blocks",
         "size": str(size),
         "tokens": [2, size.tokens],
         "modes": entries,
@@ -162,7 +167,7 @@ def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds:
 
 
 def losses(
-    published: ModuleType,
+    published: Published,
     kernel: ModuleType,
     run: tuple[str, torch.dtype, int],
     device: torch.device,
@@ -172,7 +177,7 @@ def losses(
     """Losses of LoRA training towards random velocities, with one timestep per step."""
     mode, dtype, seed = run
     if tiny:
-        model, size = published.transformer(device, DTYPE, True), published.TINY_SIZES[0]
+        model, size = published.transformer(device, DTYPE, True), published.tiny_sizes[0]
     else:
         _, cls, config = SMALL_MODELS[published]
         model, size = models.build(cls, config, device, DTYPE, 0), LORA_SIZES[published]
@@ -221,7 +226,7 @@ def measure_lora(kernel: ModuleType, device: torch.device, tiny: bool, steps: in
             models.free(device)
         entries.append(
             {
-                "model": published.TINY_NAME if tiny else name,
+                "model": published.tiny_name if tiny else name,
                 "losses": curves,
                 "largest_deviation_from_eager": {
                     run: largest_deviation(curve, curves["eager"])

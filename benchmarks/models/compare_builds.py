@@ -72,12 +72,12 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
 
     result = {
         "environment": record.environment(device),
-        "model": models.name_of(published, tiny),
+        "model": published.name_of(tiny),
         "dtype": record.dtype_name(dtype),
         "pause_s": pause_s,
         "sizes": {},
     }
-    for size in sizes or (published.TINY_SIZES if tiny else published.SIZES):
+    for size in sizes or (published.tiny_sizes if tiny else published.sizes):
         arguments = published.inputs(model, size, device, dtype)
         forwards = {name: functools.partial(m, **arguments) for name, m in instances.items()}
         weights = result["sizes"][str(size)] = {}

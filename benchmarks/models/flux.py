@@ -1,74 +1,135 @@
-"""FLUX.1 at its published sizes with fewer blocks, with random weights.
+"""FLUX.1, FLUX.2, FLUX.3 and Chroma at their published sizes with fewer blocks.
 
-5 of 19 double and 10 of 38 single blocks: the ratio of the whole model.
+FLUX.1 and Chroma have blocks in the ratio of the whole model.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from diffusers import FluxTransformer2DModel
-
-from benchmarks import models
-from benchmarks.models.sizes import ImageSize, parse_image_size
-
-NAME, TINY_NAME = "FLUX.1, 5 + 10 blocks", "tiny FLUX.1"
-BATCH = 1  # the published model is distilled: guidance is an input
-TEXT_TOKENS = 512
-GUIDANCE = 3.5
-SIZES, TINY_SIZES = (ImageSize(1024, 1024),), (ImageSize(64, 96),)
-SMALL = {"size": ImageSize(128, 128), "text_tokens": 64}
-# The model multiplies it by 1000 in its own dtype.
-THOUSANDFOLD = ("timestep", "guidance")
-
-# diffusers' default sizes are the published ones, except guidance_embeds (FLUX.1-dev).
-TRANSFORMER = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
-PUBLISHED_BLOCKS = {"transformer_blocks": 19, "single_transformer_blocks": 38}
-parse_size = parse_image_size
-transformer = models.builder(
+from diffusers import (
+    ChromaTransformer2DModel,
+    Flux2Transformer2DModel,
+    Flux3Transformer2DModel,
     FluxTransformer2DModel,
-    TRANSFORMER,
-    # Multiples of 16, which FP8 layers need.
-    in_channels=16,
-    joint_attention_dim=64,
-    pooled_projection_dim=32,
 )
 
+from benchmarks import models
+from benchmarks.models.published import Given, PublishedImage
 
-def prompt(
-    model: FluxTransformer2DModel,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    text_tokens: int = TEXT_TOKENS,
-) -> dict[str, torch.Tensor]:
-    """A made-up prompt, as arguments of the pipeline: (1, text tokens, joint attention dim), and pooled."""
-    normal = models.normal(device, dtype, seed)
-    return {
-        "prompt_embeds": normal(1, text_tokens, model.config.joint_attention_dim),
-        "pooled_prompt_embeds": normal(1, model.config.pooled_projection_dim),
+
+class Flux(PublishedImage):
+    """FLUX.1-dev. It is distilled: guidance is an input."""
+
+    key, name, tiny_name = "flux", "FLUX.1, 5 + 10 blocks", "tiny FLUX.1"
+    cls = FluxTransformer2DModel
+    config = {"num_layers": 5, "num_single_layers": 10, "guidance_embeds": True}
+    # Multiples of 16, which FP8 layers need.
+    tiny_changes = {"in_channels": 16, "joint_attention_dim": 64, "pooled_projection_dim": 32}
+    published_blocks = {"transformer_blocks": 19, "single_transformer_blocks": 38}
+    text_tokens = 512
+    guidance = 3.5
+    thousandfold = ("timestep", "guidance")
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As FluxPipeline passes them: packed latents."""
+        config, size, device, dtype = model.config, given.size, given.device, given.dtype
+        latents = models.normal(device, dtype, given.seed + 1)
+        return {
+            "hidden_states": latents(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "pooled_projections": given.normal(1, config.pooled_projection_dim),
+            "timestep": given.timesteps().to(dtype) / 1000,
+            "guidance": torch.full([1], self.guidance, device=device),
+            "img_ids": models.positions(device, 1, *size.latent).to(dtype),
+            "txt_ids": torch.zeros(given.text_tokens, 3, device=device, dtype=dtype),
+            "joint_attention_kwargs": {},
+        }
+
+
+class Flux2(PublishedImage):
+    """FLUX.2-dev. It is distilled: guidance is an input."""
+
+    key, name, tiny_name = "flux2", "FLUX.2, 2 + 6 blocks", "tiny FLUX.2"
+    cls = Flux2Transformer2DModel
+    config = {"num_layers": 2, "num_single_layers": 6}
+    published_blocks = {"transformer_blocks": 8, "single_transformer_blocks": 48}
+    text_tokens = 512
+    guidance = 4.0
+    thousandfold = ("timestep", "guidance")
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As Flux2Pipeline passes them: packed latents; positions along frames, rows, columns and text."""
+        config, size, device = model.config, given.size, given.device
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "timestep": given.timesteps().to(given.dtype) / 1000,
+            "guidance": torch.full([1], self.guidance, device=device),
+            "img_ids": models.positions(device, 1, *size.latent, 1)[None],
+            "txt_ids": models.positions(device, 1, 1, 1, given.text_tokens)[None],
+            "joint_attention_kwargs": None,
+        }
+
+
+class Flux3(PublishedImage):
+    """FLUX.3. Guidance is a forward of its own."""
+
+    key, name, tiny_name = "flux3", "FLUX.3, 2 + 6 blocks", "tiny FLUX.3"
+    cls = Flux3Transformer2DModel
+    config = {"num_layers": 2, "num_single_layers": 6}
+    published_blocks = {
+        "mode_blocks.image": 5,
+        "txt_mode_blocks": 5,
+        "single_transformer_blocks": 28,
     }
+    text_tokens = 160  # padded to a multiple of 80 without a mask
+    small = {**PublishedImage.small, "text_tokens": 80}
+    image_rope_scale = 0.5
+    thousandfold = ("timestep",)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As the blocks of diffusers' modular pipeline pass them: float32 positions along frames, rows,
+        columns and text."""
+        config, size, device = model.config, given.size, given.device
+        scales = torch.tensor(
+            [1.0, self.image_rope_scale, self.image_rope_scale, 1.0], device=device
+        )
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "timestep": torch.tensor([given.timestep / 1000], device=device).to(given.dtype),
+            "img_ids": models.positions(device, 1, *size.latent, 1).float() * scales,
+            "txt_ids": models.positions(device, 1, 1, 1, given.text_tokens).float(),
+        }
 
 
-def inputs(
-    model: FluxTransformer2DModel,
-    size: ImageSize,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    timestep: float = 800.0,
-    text_tokens: int = TEXT_TOKENS,
-) -> dict[str, object]:
-    """Arguments of a forward as FluxPipeline passes them: batch 1, packed latents."""
-    text = prompt(model, device, dtype, seed, text_tokens)
-    latents = models.normal(device, dtype, seed + 1)(1, size.tokens, model.config.in_channels)
-    return {
-        "hidden_states": latents,
-        "encoder_hidden_states": text["prompt_embeds"],
-        "pooled_projections": text["pooled_prompt_embeds"],
-        "timestep": torch.tensor([timestep], device=device).to(dtype) / 1000,
-        "guidance": torch.full([1], GUIDANCE, device=device),
-        "img_ids": models.positions(device, 1, *size.latent).to(dtype),
-        "txt_ids": torch.zeros(text_tokens, 3, device=device, dtype=dtype),
-        "joint_attention_kwargs": {},
-        "return_dict": False,
-    }
+class Chroma(PublishedImage):
+    """Chroma. Guidance is a forward of its own."""
+
+    key, name, tiny_name = "chroma", "Chroma, 5 + 10 blocks", "tiny Chroma"
+    cls = ChromaTransformer2DModel
+    config = {"num_layers": 5, "num_single_layers": 10}
+    published_blocks = {"transformer_blocks": 19, "single_transformer_blocks": 38}
+    text_tokens, prompt_tokens = 512, 96  # the rest is padding
+    thousandfold = ("timestep",)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As ChromaPipeline passes them: packed latents, a mask of all tokens."""
+        config, size, device, dtype = model.config, given.size, given.device, given.dtype
+        # One token of padding more than the prompt has is valid, too.
+        of_text = given.text_mask(self.prompt_tokens + 1)
+        mask = torch.cat([of_text, of_text.new_ones(size.tokens)])
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "timestep": given.timesteps().to(dtype) / 1000,
+            "img_ids": models.positions(device, 1, *size.latent).to(dtype),
+            "txt_ids": torch.zeros(given.text_tokens, 3, device=device, dtype=dtype),
+            "attention_mask": mask.unsqueeze(0).to(dtype),
+            "joint_attention_kwargs": {},
+        }
+
+
+FLUX, FLUX2, FLUX3, CHROMA = Flux(), Flux2(), Flux3(), Chroma()

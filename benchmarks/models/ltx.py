@@ -1,166 +1,141 @@
-"""LTX-Video at its published sizes, with random weights."""
+"""LTX-Video, and LTX-2 19B with video and audio with fewer blocks, at their published sizes."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLLTXVideo,
-    FlowMatchEulerDiscreteScheduler,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-)
+from diffusers import LTX2VideoTransformer3DModel, LTXVideoTransformer3DModel
 
 from benchmarks import models
-
-NAME, TINY_NAME = "LTX-Video 2B", "tiny LTX-Video"
-BATCH = 2  # with guidance
-TEXT_TOKENS = 128
-FRAME_RATE = 25
-SPATIAL_COMPRESSION, TEMPORAL_COMPRESSION = 32, 8
-
-# diffusers' default sizes of both models are the published ones (LTX-Video 0.9.0, 2B).
-TINY_TRANSFORMER = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "cross_attention_dim": 128,
-    "caption_channels": 64,
-    "num_layers": 2,
-}
-TINY_VAE = {
-    "latent_channels": 16,
-    "block_out_channels": (16, 16, 32, 32),
-    "decoder_block_out_channels": (16, 16, 32, 32),
-    "layers_per_block": (1, 1, 1, 1, 1),
-    "decoder_layers_per_block": (1, 1, 1, 1, 1),
-}
-# The published pipeline's scheduler.
-SCHEDULER = {
-    "use_dynamic_shifting": True,
-    "base_shift": 0.95,
-    "max_shift": 2.05,
-    "base_image_seq_len": 1024,
-    "max_image_seq_len": 4096,
-    "shift_terminal": 0.1,
-}
+from benchmarks.models.published import Given, Published, VideoSize
 
 
-@dataclass(frozen=True)
-class VideoSize:
-    """Size of a video in pixels, and of its latent."""
+class LTXSize(VideoSize):
+    """The autoencoder maps 32x32 pixels and 8 frames to one token, and the first frame is alone."""
 
-    frames: int
-    height: int
-    width: int
+    token_pixels, token_frames = 32, 8
 
     @property
-    def latent(self) -> tuple[int, int, int]:
-        return (
-            (self.frames - 1) // TEMPORAL_COMPRESSION + 1,
-            self.height // SPATIAL_COMPRESSION,
-            self.width // SPATIAL_COMPRESSION,
-        )
+    def latent(self) -> tuple[int, ...]:
+        _, rows, columns = super().latent
+        return (self.frames - 1) // self.token_frames + 1, rows, columns
 
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.latent)
-
-    def __str__(self) -> str:
-        return f"{self.frames}x{self.height}x{self.width}"
+    def check(self) -> None:
+        if self.frames % 8 != 1 or self.height % 32 or self.width % 32:
+            raise ValueError(
+                f"frames must be a multiple of 8 plus 1, height and width multiples of 32, got {self}"
+            )
 
 
-# Few tokens, for bench_host_forward.py.
-SMALL = {"size": VideoSize(1, 256, 256)}
-SIZES = (VideoSize(49, 512, 768), VideoSize(161, 512, 768))
-TINY_SIZES = (VideoSize(9, 64, 96), VideoSize(17, 64, 96))
+class LTXVideo(Published):
+    """LTX-Video 0.9.0, 2B."""
 
-
-def parse_size(text: str) -> VideoSize:
-    """Parses FRAMESxHEIGHTxWIDTH; ValueError if it is malformed or the model does not support the size."""
-    try:
-        size = VideoSize(*(int(number) for number in text.split("x")))
-    except (TypeError, ValueError):
-        raise ValueError(f"a size is FRAMESxHEIGHTxWIDTH, got {text!r}") from None
-    if size.frames % 8 != 1 or size.height % 32 or size.width % 32:
-        raise ValueError(
-            f"frames must be a multiple of 8 plus 1, height and width multiples of 32, got {text}"
-        )
-    return size
-
-
-transformer = models.builder(LTXVideoTransformer3DModel, {}, TINY_TRANSFORMER)
-vae = models.builder(AutoencoderKLLTXVideo, {}, TINY_VAE)
-
-
-def pipeline(transformer: LTXVideoTransformer3DModel, vae: AutoencoderKLLTXVideo) -> LTXPipeline:
-    """The pipeline without text encoder: it takes prompt embeddings."""
-    pipe = LTXPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=vae,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=transformer,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def prompt(
-    model: LTXVideoTransformer3DModel, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Made-up prompt and negative prompt, as arguments of the pipeline.
-
-    Embeddings (1, 128, caption channels) and boolean masks (1, 128) with padding: 90 and 20 tokens.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    arguments = {}
-    for name, tokens in (("prompt", 90), ("negative_prompt", 20)):
-        arguments[f"{name}_embeds"] = torch.randn(
-            1,
-            TEXT_TOKENS,
-            model.config.caption_channels,
-            generator=generator,
-            device=device,
-        ).to(dtype)
-        arguments[f"{name}_attention_mask"] = (
-            torch.arange(TEXT_TOKENS, device=device)[None] < tokens
-        )
-    return arguments
-
-
-def inputs(
-    model: LTXVideoTransformer3DModel,
-    size: VideoSize,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    timestep: float = 800.0,
-) -> dict[str, object]:
-    """Arguments of a forward as LTXPipeline passes them with guidance: batch 2, negative first."""
-    text = prompt(model, device, dtype, seed)
-    generator = torch.Generator(device).manual_seed(seed + 1)
-    latents = torch.randn(
-        1, size.tokens, model.config.in_channels, generator=generator, device=device
-    )
-    frames, height, width = size.latent
-    return {
-        "hidden_states": torch.cat([latents, latents]).to(dtype),
-        "encoder_hidden_states": torch.cat([text["negative_prompt_embeds"], text["prompt_embeds"]]),
-        "timestep": torch.tensor(timestep, device=device).expand(2),
-        "encoder_attention_mask": torch.cat(
-            [text["negative_prompt_attention_mask"], text["prompt_attention_mask"]]
-        ),
-        "num_frames": frames,
-        "height": height,
-        "width": width,
-        "rope_interpolation_scale": (
-            TEMPORAL_COMPRESSION / FRAME_RATE,
-            SPATIAL_COMPRESSION,
-            SPATIAL_COMPRESSION,
-        ),
-        "return_dict": False,
+    key, name, tiny_name = "ltx", "LTX-Video 2B", "tiny LTX-Video"
+    cls = LTXVideoTransformer3DModel
+    tiny_config = {
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 128,
+        "caption_channels": 64,
+        "num_layers": 2,
     }
+    batch = 2
+    text_tokens = 128
+    prompt_tokens, negative_tokens = 90, 20  # the rest is padding
+    frame_rate = 25
+    sizes = (LTXSize(49, 512, 768), LTXSize(161, 512, 768))
+    tiny_sizes = (LTXSize(9, 64, 96), LTXSize(17, 64, 96))
+    small = {"size": LTXSize(1, 256, 256)}
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As LTXPipeline passes them with guidance, with boolean masks of the texts."""
+        config, size, device = model.config, given.size, given.device
+        of_prompt, of_negative = (
+            given.normal(1, given.text_tokens, config.caption_channels) for _ in range(2)
+        )
+        lengths = (self.negative_tokens, self.prompt_tokens)
+        latents = models.normal(device, given.dtype, given.seed + 1)(
+            1, size.tokens, config.in_channels
+        )
+        frames, height, width = size.latent
+        return {
+            "hidden_states": torch.cat([latents, latents]),
+            "encoder_hidden_states": torch.cat([of_negative, of_prompt]),
+            "timestep": given.timesteps(2),
+            "encoder_attention_mask": torch.stack([given.text_mask(count) for count in lengths]),
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "rope_interpolation_scale": (
+                size.token_frames / self.frame_rate,
+                size.token_pixels,
+                size.token_pixels,
+            ),
+        }
+
+
+class LTX2WithGuidance(Published):
+    """LTX-2 19B."""
+
+    key, name, tiny_name = "ltx2", "LTX-2, 4 blocks", "tiny LTX-2"
+    cls = LTX2VideoTransformer3DModel
+    config = {"num_layers": 4, "rope_type": "split"}
+    # The pipeline has latents of this size.
+    tiny_changes = {"audio_in_channels": 128, "audio_out_channels": 128}
+    published_blocks = {"transformer_blocks": 48}
+    batch = 2
+    # None is masked: the pipeline's connectors put registers in the place of padding.
+    text_tokens = 1024
+    frame_rate = 24.0
+    audio_rate = 25.0  # latent frames of the audio a second
+    sizes, tiny_sizes = (LTXSize(121, 512, 768),), (LTXSize(9, 64, 96),)
+    small = {"size": LTXSize(1, 256, 256), "text_tokens": 64}
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As LTX2Pipeline passes them."""
+        config, size, device, batch = model.config, given.size, given.device, self.batch
+        audio_frames = round(size.frames / self.frame_rate * self.audio_rate)
+        latents = given.normal(1, size.tokens, config.in_channels)
+        audio_latents = given.normal(1, audio_frames, config.audio_in_channels)
+        text = (batch, given.text_tokens, config.caption_channels)
+        mask = torch.ones(batch, given.text_tokens, device=device, dtype=torch.int64)
+        timesteps = given.timesteps(batch)
+        frames, height, width = size.latent
+        video_coords = model.rope.prepare_video_coords(1, *size.latent, device, fps=self.frame_rate)
+        audio_coords = model.audio_rope.prepare_audio_coords(1, audio_frames, device)
+        return {
+            "hidden_states": latents.repeat(batch, 1, 1),
+            "audio_hidden_states": audio_latents.repeat(batch, 1, 1),
+            "encoder_hidden_states": given.normal(*text),
+            "audio_encoder_hidden_states": given.normal(*text),
+            "timestep": timesteps,
+            "sigma": timesteps,
+            "encoder_attention_mask": mask,
+            "audio_encoder_attention_mask": mask,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+            "fps": self.frame_rate,
+            "audio_num_frames": audio_frames,
+            "video_coords": video_coords.repeat(batch, 1, 1, 1),
+            "audio_coords": audio_coords.repeat(batch, 1, 1, 1),
+            "isolate_modalities": False,
+            "spatio_temporal_guidance_blocks": None,
+            "perturbation_mask": None,
+            "use_cross_timestep": True,
+            "attention_kwargs": None,
+        }
+
+
+class LTX2WithoutGuidance(LTX2WithGuidance):
+    """LTX-2 as its distilled weights are used: one sample a forward, without guidance."""
+
+    key = "ltx2_distilled"
+    name, tiny_name = "LTX-2 distilled, 4 blocks", "tiny LTX-2 distilled"
+    batch = 1
+
+
+LTX_VIDEO, LTX2, LTX2_DISTILLED = LTXVideo(), LTX2WithGuidance(), LTX2WithoutGuidance()

@@ -37,7 +37,7 @@ from torch import Tensor
 from benchmarks import models
 from benchmarks.harness import record
 from benchmarks.harness.options import DEVICE, TINY
-from benchmarks.models import ltx
+from benchmarks.models.ltx import LTXSize
 from benchmarks.models.trained_ltx import SIZE, TRAINED, generate, held_back_scenes, load
 from benchmarks.operations import attention_statistics
 
@@ -153,7 +153,7 @@ def main(device: torch.device, tiny: bool, output: Path | None) -> None:
     for seed, scene in enumerate(scenes):
         with recorder:
             generate(pipe, scene.caption, seed, output_type="latent", **size)
-    video = ltx.VideoSize(*(size[name] for name in ("num_frames", "height", "width")))
+    video = LTXSize(*(size[name] for name in ("num_frames", "height", "width")))
     entries = recorder.means()
     click.echo(summary(entries, len(pipe.transformer.transformer_blocks)))
     environment = {**record.environment(device), "commit": Revision.read(models.CHECKOUT).suffix}

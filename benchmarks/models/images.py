@@ -1,0 +1,117 @@
+"""AuraFlow v0.3, Cosmos-Predict2, Lumina Image 2.0 and Z-Image at their published sizes.
+
+Cosmos-Predict2 has all of its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import (
+    AuraFlowTransformer2DModel,
+    CosmosTransformer3DModel,
+    Lumina2Transformer2DModel,
+    ZImageTransformer2DModel,
+)
+
+from benchmarks.models.published import Given, ImageSize, PublishedImage
+
+
+class AuraFlow(PublishedImage):
+    """With blocks in the ratio of the whole model."""
+
+    key, name, tiny_name = "auraflow", "AuraFlow, 1 + 8 blocks", "tiny AuraFlow"
+    cls = AuraFlowTransformer2DModel
+    config = {"num_mmdit_layers": 1, "num_single_dit_layers": 8, "pos_embed_max_size": 9216}
+    tiny_changes = {"pos_embed_max_size": 256}
+    published_blocks = {"joint_transformer_blocks": 4, "single_transformer_blocks": 32}
+    batch = 2
+    text_tokens = 256
+    timestep = 0.8
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As AuraFlowPipeline passes them with guidance."""
+        config = model.config
+        latents = given.normal(1, config.in_channels, *given.size.unpacked)
+        return {
+            "hidden_states": torch.cat([latents, latents]),
+            "encoder_hidden_states": given.normal(2, given.text_tokens, config.joint_attention_dim),
+            "timestep": given.timesteps().to(given.dtype).expand(2),
+            "attention_kwargs": None,
+        }
+
+
+class Cosmos(PublishedImage):
+    """Cosmos-Predict2 2B Text2Image. Guidance takes a separate forward.
+
+    It has no padding mask channel, which needs torchvision in diffusers.
+    """
+
+    key, name, tiny_name = "cosmos", "Cosmos-Predict2 2B", "tiny Cosmos-Predict2"
+    cls = CosmosTransformer3DModel
+    config = {
+        "num_attention_heads": 16,
+        "rope_scale": (1.0, 4.0, 4.0),
+        "extra_pos_embed_type": None,
+        "concat_padding_mask": False,
+    }
+    tiny_changes = {"adaln_lora_dim": 32}
+    text_tokens = 512
+    sizes = (ImageSize(768, 1360),)
+    timestep = 0.8
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As Cosmos2TextToImagePipeline passes them: one frame."""
+        config, size, device, dtype = model.config, given.size, given.device, given.dtype
+        return {
+            "hidden_states": given.normal(1, config.in_channels, 1, *size.unpacked),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.text_embed_dim),
+            "timestep": given.timesteps().to(dtype),
+            "padding_mask": torch.zeros(1, 1, size.height, size.width, device=device, dtype=dtype),
+        }
+
+
+class Lumina2(PublishedImage):
+    """Guidance is a forward of its own. There are two refiners each of the image and of the text."""
+
+    key, name, tiny_name = "lumina2", "Lumina 2, 8 blocks", "tiny Lumina 2"
+    cls = Lumina2Transformer2DModel
+    config = {"num_layers": 8, "cap_feat_dim": 2304}
+    published_blocks = {"layers": 26}
+    text_tokens, prompt_tokens = 256, 128  # with the system prompt; the rest is padding
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As Lumina2Pipeline passes them, with a mask of the text."""
+        config = model.config
+        return {
+            "hidden_states": given.normal(1, config.in_channels, *given.size.unpacked),
+            "timestep": 1 - torch.tensor([given.timestep], device=given.device) / 1000,
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.cap_feat_dim),
+            "encoder_attention_mask": given.text_mask(self.prompt_tokens).long().unsqueeze(0),
+            "attention_kwargs": None,
+        }
+
+
+class ZImage(PublishedImage):
+    """Z-Image-Turbo 6B. It is distilled. There are two refiners each of the image and of the text."""
+
+    key, name, tiny_name = "z_image", "Z-Image, 8 blocks", "tiny Z-Image"
+    cls = ZImageTransformer2DModel
+    config = {"n_layers": 8}
+    published_blocks = {"layers": 30}
+    text_tokens = 96  # of the prompt: the pipeline passes no padding
+    tiny_sizes = (ImageSize(64, 128),)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As ZImagePipeline passes them: lists of one image and one prompt."""
+        config = model.config
+        return {
+            "x": [given.normal(config.in_channels, 1, *given.size.unpacked)],
+            "t": (1000 - torch.tensor([given.timestep], device=given.device)) / 1000,
+            "cap_feats": [given.normal(given.text_tokens, config.cap_feat_dim)],
+            "joint_attention_kwargs": None,
+        }
+
+
+AURAFLOW, COSMOS, LUMINA2, Z_IMAGE = AuraFlow(), Cosmos(), Lumina2(), ZImage()
