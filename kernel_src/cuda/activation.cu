@@ -1,5 +1,5 @@
 // gelu, silu, geglu and swiglu. Each thread computes one pack of the result; more were never faster, and
-// slower below 64 MB (notes/activations_and_softmax.md, "Activations").
+// slower below 64 MB (notes/row_kernels.md, "Activations").
 #include <type_traits>
 
 #include "activations.cuh"

@@ -6,7 +6,6 @@
 #include "fast_math.cuh"
 #include "pack.cuh"
 #include "params.h"
-#include "sigmoid.cuh"
 
 namespace h100_diffusers_kernels {
 
@@ -26,7 +25,7 @@ struct GeluErf {
     // GELU is max(x, 0) - |x| * tail, where tail is the normal distribution's beyond a = |x|, approximated by
     // 2^(a * polynomial(a) - 1). The polynomial is a fit of log2(erfc(a / sqrt(2))) / a; the relative error
     // of the tail is 2e-6 for a < 1 and 1e-5 for a = 4. With erff arithmetic takes longer than memory
-    // (notes/activations_and_softmax.md, "Activations").
+    // (notes/row_kernels.md, "Activations").
     const float a = fabsf(x);
     float slope = -2.69856475e-08f;
     for (const float coefficient : {-8.29682847e-07f, 4.87766993e-05f, -0.000853764534f, 0.00827150792f,

@@ -1,4 +1,4 @@
-// Softmax of attention without row maxima (notes/peaked_scores.md).
+// Softmax of attention without row maxima (notes/attention.md).
 // Probabilities are float16, which has eight times the precision of bfloat16, so the largest one of a row
 // need not be a power of 2, and m need not follow the maximum.
 //

@@ -35,4 +35,79 @@ __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities
   wgmma_commit_group();
 }
 
+// Scores of one warp and key tile, computed again from global memory. A warp calls this without the other
+// warps of its group, which wgmma would need, and after the tiles in shared memory may have been overwritten.
+
+// c += a b for 16 x 16 and 16 x 8 matrices. Unlike wgmma it is synchronous and takes one warp.
+template <typename T>
+__device__ __forceinline__ void multiply_16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1);
+template <>
+__device__ __forceinline__ void multiply_16x8<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
+                                                             uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Computes S = Q K^T of this warp's 16 queries and the keys from `key` on, in the layout of wgmma. All rows
+// are aligned to 16 bytes.
+//
+// position: the position of the warp group's 64 queries
+//
+// A lane loads 8 adjacent elements of a row, which count as two pairs of two products: products may take the
+// columns in any order if both matrices have the same one.
+template <class Tile>
+__device__ __forceinline__ void recompute_scores(const AttentionKernelParams& params, const WarpRole& role,
+                                                 const QueryTile& position, int key, Scores<Tile>& scores) {
+  using T = typename Tile::T;
+  constexpr int kPackColumns = 8, kLaneColumns = 4 * kPackColumns;
+  constexpr int kSteps = (Tile::kHeadDim + kLaneColumns - 1) / kLaneColumns;
+  const AttentionParams& args = params.args;
+  const int lane_row = role.lane / 4, lane_column = role.lane % 4 * kPackColumns;
+  // Rows beyond the last one have no effect.
+  const auto row_of = [&](const AttentionOperand& x, int head, int64_t row, int64_t rows) {
+    return static_cast<const T*>(x.data) + position.batch * x.strides[0] + min(row, rows - 1) * x.strides[1] +
+           head * x.strides[2] + lane_column;
+  };
+  const auto load = [&](const T* row, int step) {
+    const int column = step * kLaneColumns;
+    return column + lane_column < args.head_dim ? *reinterpret_cast<const uint4*>(row + column)
+                                                : make_uint4(0, 0, 0, 0);
+  };
+  const int key_head = params.key_head(position.head);
+  const T* query[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    query[i] =
+        row_of(args.q, position.head, position.row + role.warp * 16 + lane_row + 8 * i, args.query_length);
+  uint4 queries[kSteps][2];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) queries[step][i] = load(query[i], step);
+  // In local memory, so that the loop can be short and needs few registers.
+  float4 parts[Tile::kScores / 4];
+#pragma unroll 4
+  for (int i = 0; i < Tile::kScores / 4; ++i) {
+    const T* keys = row_of(args.k, key_head, key + 8 * i + lane_row, args.key_length);
+    float part[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint4 upper = queries[step][0], lower = queries[step][1], pack = load(keys, step);
+      multiply_16x8<T>(part, {upper.x, lower.x, upper.y, lower.y}, pack.x, pack.y);
+      multiply_16x8<T>(part, {upper.z, lower.z, upper.w, lower.w}, pack.z, pack.w);
+    }
+    parts[i] = make_float4(part[0], part[1], part[2], part[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < Tile::kScores / 4; ++i) {
+    scores[4 * i] = parts[i].x;
+    scores[4 * i + 1] = parts[i].y;
+    scores[4 * i + 2] = parts[i].z;
+    scores[4 * i + 3] = parts[i].w;
+  }
+}
+
 }  // namespace h100_diffusers_kernels

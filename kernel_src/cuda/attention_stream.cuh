@@ -9,7 +9,6 @@
 
 #include "attention_epilogue.cuh"
 #include "attention_products.cuh"
-#include "attention_recompute.cuh"
 #include "attention_stream_load.cuh"
 #include "attention_values.cuh"
 #include "launch.cuh"
@@ -150,7 +149,7 @@ class StreamCompute {
 
   // The same, pipelined: S = Q K^T of the next tile is issued before O += P V of this one, which overlaps the
   // exponentials of the next. This needs registers for both, and pays off if products take longer than
-  // exponentials (notes/peaked_scores.md, "128 columns: S before P V").
+  // exponentials (notes/attention.md, "128 columns: S before P V").
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_pipelined(int tile, Outputs<Tile>& outputs) {
     const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);

@@ -17,11 +17,11 @@
 
 #include "channel_operands.cuh"
 #include "fast_divisor.cuh"
+#include "fast_math.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
 #include "reduce.cuh"
-#include "sigmoid.cuh"
 #include "statistics.cuh"
 
 namespace h100_diffusers_kernels {

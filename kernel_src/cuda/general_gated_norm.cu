@@ -1,5 +1,5 @@
 // Gated residuals, and norms of them, with general operands (general_norm.cuh).
-#include "general_norm.cuh"
+#include "general_policies.cuh"
 
 namespace h100_diffusers_kernels {
 

@@ -1,5 +1,5 @@
 // Norms of x with general operands (general_norm.cuh).
-#include "general_norm.cuh"
+#include "general_policies.cuh"
 
 namespace h100_diffusers_kernels {
 

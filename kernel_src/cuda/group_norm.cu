@@ -8,11 +8,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "fast_math.cuh"
 #include "group_statistics.cuh"
 #include "launch.cuh"
 #include "pack.cuh"
 #include "params.h"
-#include "sigmoid.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {

@@ -13,9 +13,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "fp8_product.cuh"
 #include "launch.cuh"
 #include "linear_fp8_tiles.cuh"
+#include "warp_group.cuh"
 
 namespace h100_diffusers_kernels {
 

@@ -302,11 +302,11 @@ __global__ void __launch_bounds__(kBlockThreads<kGroupThreads>, (kMinGroupBlocks
   constexpr int kSize = kPackSize<T, Access::kVector>, kUnits = kUnitsPerThread<kGroupThreads>;
   constexpr int kNormalized = Operands::kHasKey ? 2 : 1;
   // A unit's packs are half a head apart, so that adjacent threads read adjacent packs
-  // (notes/rotary_embedding.md, "From tables"). In the interleaved layout computed rotations need consecutive
+  // (notes/row_kernels.md, "From tables"). In the interleaved layout computed rotations need consecutive
   // pairs instead.
   constexpr bool kIsSplit = kLayout == RopeLayout::kHalf || !Rope::kIsComputed;
   // The rotation is computed, or its loads are issued, before the norm is reduced
-  // (notes/rotary_embedding.md).
+  // (notes/row_kernels.md).
   constexpr bool kPrefetchesRotation = Rope::kIsComputed || kUnits == 1;
   // Values are loaded along with a key. Larger groups have no registers for them.
   constexpr bool kPrefetchesValues = Operands::kIsGeneral && Operands::kHasKey;

@@ -11,7 +11,6 @@
 #include "reduce.cuh"
 #include "row_config.cuh"
 #include "row_index.cuh"
-#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {

@@ -27,7 +27,7 @@ struct RopeKernelParams : Args {
 // the grid selects the row of each table.
 template <typename Table>
 struct GridRope {
-  // Limits the registers to 64, which the compiler would exceed without need (notes/rotary_embedding.md,
+  // Limits the registers to 64, which the compiler would exceed without need (notes/row_kernels.md,
   // "From tables").
   static constexpr int kMinBlocks = 8;
   static_assert(kMultiprocessorRegisters / (kMinBlocks * kThreads) == 64);
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, Rope::kMinBlocks) rope_kernel(const 
   position.seq = token - batch * p.seq_divisor.divisor;
   position.pair = within * kSize;
   // The packs are half a head apart in both layouts, so that adjacent threads read adjacent packs
-  // (notes/rotary_embedding.md, "From tables").
+  // (notes/row_kernels.md, "From tables").
   position.first = within * kSize;
   position.second = position.first + static_cast<int>(p.head_dim) / 2;
   const int slot = slot_unit - token * p.head_slots.divisor;

@@ -22,7 +22,6 @@
 #include "row_index.cuh"
 #include "row_policies.cuh"
 #include "statistics.cuh"
-#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 

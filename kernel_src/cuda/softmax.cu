@@ -5,7 +5,7 @@
 //
 // In 16 bits each warp of a row computes its own maximum and the sum relative to it, and these are combined,
 // so that the warps synchronize once. For float32 results the roundings of that combination would be the
-// largest error, so the maximum of the whole row is computed first (notes/activations_and_softmax.md,
+// largest error, so the maximum of the whole row is computed first (notes/row_kernels.md,
 // "Softmax").
 #include <type_traits>
 
@@ -18,7 +18,6 @@
 #include "row_config.cuh"
 #include "row_index.cuh"
 #include "statistics.cuh"
-#include "thread_row.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {

@@ -45,7 +45,7 @@ __device__ __forceinline__ float subtract_multiple(float angle, float k, float h
 }
 
 // Returns the nearest integer for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction. The rounding
-// instruction (FRND) would use the special function unit (notes/rotary_embedding.md, "From coordinates").
+// instruction (FRND) would use the special function unit (notes/row_kernels.md, "From coordinates").
 __device__ __forceinline__ float round_to_integer(float x) {
   constexpr float kMagic = 12582912.0f;
   return __fsub_rn(__fadd_rn(x, kMagic), kMagic);
@@ -99,7 +99,7 @@ struct ExactSincos {
 };
 
 // Computes sines and cosines for results of type T. Angles that are too large for the short reduction are
-// rare; one test for all of them keeps the common path free of branches (notes/rotary_embedding.md, "From
+// rare; one test for all of them keeps the common path free of branches (notes/row_kernels.md, "From
 // coordinates").
 template <typename T, int kCount>
 __device__ __forceinline__ void sincos_of(const float (&angles)[kCount], float (&sines)[kCount],

@@ -1,6 +1,4 @@
-// Matrix products of FP8 tensors. An item is a tile of the result. Its operands are converted to float32
-// in panels of a few features; the columns of the tile are the innermost dimension, so that each loop over
-// them is the same arithmetic for all.
+// FP8: quantization of rows or of blocks of rows, and matrix products.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -11,6 +9,27 @@
 #include "rows.h"
 
 namespace h100_diffusers_kernels {
+namespace {
+
+// `values` has room for a row.
+void quantize_row(const QuantizeFp8Params& p, int64_t row, float* values) {
+  load(p.dtype, p.x.data, row_offset(p.shape, p.x, row), p.hidden, values);
+  store_fp8_row(p.shape, row, values, p.hidden, p.out, p.scale, p.is_blocked);
+}
+
+}  // namespace
+
+void quantize_fp8(const QuantizeFp8Params& params, Stream stream) {
+  parallel_for(stream, params.shape.rows, params.hidden + 1, [&](int64_t begin, int64_t end) {
+    const auto values = std::make_unique_for_overwrite<float[]>(params.hidden);
+    for (int64_t row = begin; row < end; ++row) quantize_row(params, row, values.get());
+  });
+}
+
+// Matrix products of FP8 tensors. An item is a tile of the result. Its operands are converted to float32
+// in panels of a few features; the columns of the tile are the innermost dimension, so that each loop over
+// them is the same arithmetic for all.
+
 namespace {
 
 constexpr int64_t kTileRows = 64, kTileColumns = 64;
