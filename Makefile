@@ -82,18 +82,18 @@ $(OLDER_DIFFUSERS:%=test-%): test-%: .build/%/.installed
 kernels-ci: build $(call needs,test)
 	$(RUN) tools/kernel_builder_tests.py
 
-build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-compiler))
+build: $(call needs,example $(if $(filter-out 0,$(HAS_GPU)),cuda-tools))
 	$(RUN) tools/build_variant.py $(BUILD_FLAGS)
 
 # The CUDA build, its checks and the programs of benchmarks/ceilings. None of them needs a GPU.
-cross: $(call needs,test cuda-compiler cuda-binutils)
+cross: $(call needs,test cuda-tools)
 	$(RUN) tools/build_variant.py --backend cuda $(BUILD_FLAGS)
 	$(RUN) tools/check_abi.py build/torch-stable-abi*
 	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
 	$(RUN) benchmarks/ceilings/run.py --compile-only
 
 # The same build with kernel-builder's newest CUDA.
-cross-newest: $(call needs,test cuda-binutils) $(NEWEST_CUDA)/.installed
+cross-newest: $(call needs,test cuda-tools) $(NEWEST_CUDA)/.installed
 	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWEST_CUDA)/nvidia/cu13/bin/nvcc $(BUILD_FLAGS)
 	$(RUN) tools/check_abi.py build/torch-stable-abi*
 	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
@@ -147,12 +147,7 @@ $(STAMPS)lint: requirements/lint.txt | $(STAMPS)venv
 	@touch $@
 
 # pip's CUDA tools, unless this machine has its own.
-$(STAMPS)cuda-compiler: requirements/cuda-compiler.txt $(STAMPS)example
-	$(RUN) tools/builder/toolchain.py nvcc 2>/dev/null || $(PIP) -r $<
-	@touch $@
-
-$(STAMPS)cuda-binutils: requirements/cuda-binutils.txt $(STAMPS)example
-	$(RUN) tools/builder/toolchain.py cuobjdump nvdisasm 2>/dev/null \
-	  || $(PIP) -r $<
+$(STAMPS)cuda-tools: requirements/cuda-tools.txt $(STAMPS)example
+	$(RUN) tools/builder/toolchain.py nvcc cuobjdump nvdisasm 2>/dev/null || $(PIP) -r $<
 	@touch $@
 endif

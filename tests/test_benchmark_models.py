@@ -14,12 +14,12 @@ from diffusers.modular_pipelines.flux3 import before_denoise
 
 from benchmarks import models
 from benchmarks.harness import options
-from benchmarks.harness.distance import finite_distance
 from benchmarks.models import bench_models
 from benchmarks.models.ltx import LTXSize
 from benchmarks.models.published import ImageSize, VideoSize
 from benchmarks.models.videos import MiniMaxH3Size, MochiSize
 
+from accuracy import finite_distance
 from graphs import graphs  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import models
 from benchmarks.harness import history, options, timing
-from benchmarks.pipelines import whole_pipelines
+from benchmarks.pipelines import bench_pipelines
 
 import render_docs
 import render_plots
@@ -198,4 +198,4 @@ def test_titles_are_those_of_what_is_measured():
     names = {name: published.name for name, published in options.MODELS.items()}
     assert set(chosen.TITLES) == set(names)
     assert all(names[name].startswith(title) for name, title in chosen.TITLES.items())
-    assert set(chosen.PIPELINES) == set(whole_pipelines.PIPELINES)
+    assert set(chosen.PIPELINES) == set(bench_pipelines.PIPELINES)

@@ -30,9 +30,7 @@ from documents import (  # noqa: F401
     CHECKOUT,
     fp8,
     operations,
-    parallel,
     pipelines,
-    suite,
     whole_models,
 )
 from documents.common import FIGURES, TABLES

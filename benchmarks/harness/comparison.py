@@ -32,10 +32,10 @@ from torch import Tensor
 
 from benchmarks import models
 from benchmarks.harness import clocks, peers, record, timing
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE
 
 import eager
+from accuracy import finite_distance
 
 DTYPE = torch.bfloat16
 LARGE_COPY_BYTES = 1 << 30

@@ -26,7 +26,6 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import record
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, DTYPE, SIZES, TINY
 from benchmarks.models.ltx import LTX_VIDEO, LTXSize
 from benchmarks.operations import bench_attention
@@ -34,6 +33,7 @@ from benchmarks.operations import bench_attention
 import attention_inputs
 import eager
 import references
+from accuracy import finite_distance
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Early, middle and late in denoising, each with its own noise and prompt.

@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.harness import record
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, TINY, Named
 from benchmarks.models import trained_ltx
 from benchmarks.models.flux import FLUX
@@ -36,6 +35,8 @@ from benchmarks.models.ltx import LTX_VIDEO
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import QWENIMAGE
 from benchmarks.models.wan import WAN
+
+from accuracy import finite_distance
 
 TRAINED = "trained"
 MODELS = {TRAINED: None, **{p.key: p for p in (LTX_VIDEO, FLUX, WAN, QWENIMAGE)}}

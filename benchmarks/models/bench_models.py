@@ -43,7 +43,6 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import clocks, cuda_graphs, kernel_times, record, timing
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import (
     DEVICE,
     DTYPE,
@@ -56,6 +55,8 @@ from benchmarks.harness.options import (
     modes_option,
 )
 from benchmarks.models.published import Published
+
+from accuracy import finite_distance
 
 WARM_UP_ROUNDS = 2
 COMPARED = ("eager", "compiled", models.REGIONAL)  # baselines of speedups

@@ -59,12 +59,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import models
 from benchmarks.harness import clocks, kernel_times, record, timing
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named
 from benchmarks.models.flux import FLUX
 from benchmarks.models.ltx import LTX_VIDEO, LTXSize
 from benchmarks.models.published import ImageSize, Published, VideoSize
 from benchmarks.models.wan import WAN
+
+from accuracy import finite_distance
 
 WEIGHTS = "peaked"
 WARM_UP_ROUNDS = 2

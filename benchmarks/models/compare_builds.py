@@ -27,8 +27,9 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import record, timing
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE, DTYPE, MODEL, PAUSE, SIZES, TINY
+
+from accuracy import finite_distance
 
 WARM_UP_ROUNDS = 3
 CONTROL = "before, again"

@@ -49,10 +49,10 @@ from benchmarks.harness.comparison import (
     moved_bytes,
     select,
 )
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE
 
 import references
+from accuracy import finite_distance
 from attention_inputs import DTYPE, EXTREMES, INPUTS, NORMAL
 
 # (batch, queries, keys, heads, head dim)

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from benchmarks import models
 from benchmarks.harness import clocks, record, timing
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE
+
+from accuracy import finite_distance
 
 # Rows, features of the result, features of x.
 PRODUCTS = (

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from benchmarks.harness import record, timing
 from benchmarks.harness.comparison import outputs
-from benchmarks.harness.distance import finite_distance
 from benchmarks.harness.options import DEVICE
 from benchmarks.models.compare_builds import CONTROL, load_builds
 from benchmarks.operations import bench_rope
+
+from accuracy import finite_distance
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_ROUNDS = 2

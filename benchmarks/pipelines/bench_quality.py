@@ -32,7 +32,6 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.harness import record
-from benchmarks.harness.distance import psnr
 from benchmarks.harness.options import DEVICE, DTYPE, Named
 from benchmarks.models.trained_ltx import (
     FOUND,
@@ -43,6 +42,8 @@ from benchmarks.models.trained_ltx import (
     held_back_scenes,
     load,
 )
+
+from accuracy import psnr
 
 CAPTIONS = 64
 FLOAT32 = "eager-float32"

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PIP_CUDA_COMPILER = "pip install -r requirements/cuda-compiler.txt"
-PIP_CUDA_BINUTILS = "pip install -r requirements/cuda-binutils.txt"
+PIP_CUDA_TOOLS = "pip install -r requirements/cuda-tools.txt"
 
 
 class ToolchainError(RuntimeError):
@@ -96,7 +95,7 @@ def find_nvcc(torch_cuda: str | None) -> Nvcc:
         )
     raise ToolchainError(
         "no nvcc in CUDA_HOME, on PATH or in site-packages: install the CUDA toolkit, or run "
-        f"`{PIP_CUDA_COMPILER}`"
+        f"`{PIP_CUDA_TOOLS}`"
     )
 
 
@@ -139,7 +138,7 @@ def main() -> None:
     try:
         for name in sys.argv[1:]:
             fitting = name == "nvcc" and find_nvcc(torch.version.cuda).path
-            print(fitting or cuda_tool(name, PIP_CUDA_BINUTILS))
+            print(fitting or cuda_tool(name, PIP_CUDA_TOOLS))
     except ToolchainError as error:
         raise SystemExit(str(error)) from error
 
