@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threads import compute_as_other_threads, one_thread
+from processes import compute_as_other_threads, one_thread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 import eager

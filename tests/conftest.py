@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import selection
-from threads import one_thread
+from processes import one_thread
 
 # Values are compared with float64: convolutions must compute in float32.
 torch.backends.cudnn.allow_tf32 = False

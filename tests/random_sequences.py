@@ -57,11 +57,10 @@ import conftest
 import fp8_models
 from changes import WAYS, change_values, changing, is_floating
 from checks import have_same_bits, relative_distance
-from emulated_graphs import EmulatedGraph
 from families import FAMILIES, KERNEL_HEADS, TINY_HEADS
 from families_in_part import Families
 from family_trained_ltx import TRAINED_LTX
-from graphs import module_of, use_emulated_graphs
+from graphs import EmulatedGraph, module_of, use_emulated_graphs
 from random_inputs import FORMS, QUIET_FORMS
 from random_modes import GRAPH_MODES, MODES, QUIET_MODES, Call, Interrupt
 

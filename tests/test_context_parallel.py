@@ -22,11 +22,10 @@ from torch import nn
 
 import fp8_models
 from checks import relative_distance
-from emulated_graphs import EmulatedGraph
 from families import FAMILIES, run
 from family import make_all_matter
 from family_relatives import copy_of_wan, inputs_of_copy
-from graphs import module_of, use_emulated_graphs
+from graphs import EmulatedGraph, module_of, use_emulated_graphs
 from ranks import in_ranks
 from small_models import to
 

@@ -1,6 +1,6 @@
 """Forwards captured into CUDA graphs: the same bits as without graphs, after all changes between calls.
 
-On a CPU the graphs are emulated (emulated_graphs.py); what only CUDA has is tested where there is a GPU.
+On a CPU the graphs are emulated (graphs.py); what only CUDA has is tested where there is a GPU.
 """
 
 import contextlib
@@ -22,9 +22,8 @@ import changes
 import small_models
 from changes import WEIGHT_CHANGES, changing
 from checks import compute_as_other_threads
-from emulated_graphs import EmulatedGraph
 from families import FAMILIES, WAITING
-from graphs import Pair, graphs, module_of  # noqa: F401
+from graphs import EmulatedGraph, Pair, graphs, module_of  # noqa: F401
 from random_modes import run_threads
 from random_sequences import Twins
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 from tabulate import tabulate
 
-from builder.toolchain import PIP_CUDA_TOOLS, ToolchainError, cuda_tool
+from builder.toolchain import ToolchainError, cuda_tool
 
 # c++filt prints Access::kScalar as (Access)1.
 SCALAR_ACCESS = re.compile(
@@ -143,8 +143,8 @@ def ptxas_reports(folder: Path) -> dict[str, Kernel]:
 
 def disassembly(extension: Path) -> dict[str, list[str]]:
     """Returns {mangled name: lines of cuobjdump's listing} of the extension's kernels."""
-    cuobjdump = cuda_tool("cuobjdump", PIP_CUDA_TOOLS)
-    nvdisasm = cuda_tool("nvdisasm", PIP_CUDA_TOOLS)  # called by cuobjdump
+    cuobjdump = cuda_tool("cuobjdump")
+    nvdisasm = cuda_tool("nvdisasm")  # called by cuobjdump
     environment = {**os.environ, "PATH": f"{nvdisasm.parent}{os.pathsep}{os.environ['PATH']}"}
     command: list[str | Path] = [cuobjdump, "-sass", extension]
     process = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -43,12 +43,12 @@ def cuda_tools(name: str) -> Iterator[Path]:
             yield Path(tool)
 
 
-def cuda_tool(name: str, how_to_install: str) -> Path:
+def cuda_tool(name: str) -> Path:
     """Returns the preferred `name` of the CUDA toolkits, or raises ToolchainError."""
     for tool in cuda_tools(name):
         return tool
     raise ToolchainError(
-        f"no {name} in CUDA_HOME, on PATH or in site-packages: run `{how_to_install}`"
+        f"no {name} in CUDA_HOME, on PATH or in site-packages: run `{PIP_CUDA_TOOLS}`"
     )
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     try:
         for name in sys.argv[1:]:
             fitting = name == "nvcc" and find_nvcc(torch.version.cuda).path
-            print(fitting or cuda_tool(name, PIP_CUDA_TOOLS))
+            print(fitting or cuda_tool(name))
     except ToolchainError as error:
         raise SystemExit(str(error)) from error
 
