@@ -1,5 +1,5 @@
-"""Injected LTX-Video models: every input with its own code path, the angles' bits, the report; the lifetime of an
-injection, and whole pipelines."""
+"""Injected LTX-Video models: every input with its own code path, the angles' bits, the report, the
+lifetime of an injection, and whole pipelines."""
 
 import contextlib
 import copy

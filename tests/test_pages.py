@@ -145,7 +145,7 @@ def test_ci_runs_the_two_commands_and_all_tests():
 
 
 def test_steps_of_gpu_check_are_those_of_the_page():
-    cells = [line.split("|")[1] for line in table("docs/benchmarks/how_to_measure.md", "step")]
+    cells = [line.split("|")[1] for line in table("docs/benchmarks.md", "step")]
     told = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     process = run("bash", CHECKOUT / "tools" / "gpu_check.sh", "nothing")
     assert process.returncode == 2

@@ -333,7 +333,7 @@ def gathered(results: Path, name: str) -> dict | None:
     return history.gathered(name, "parallel", key, results)
 
 
-def label(entry: dict) -> str:
+def label_of(entry: dict) -> str:
     """The model, how many of its blocks were measured, and the input."""
     kept, published = (
         " + ".join(map(str, entry[key].values())) for key in ("blocks", "published_blocks")
@@ -363,7 +363,7 @@ def pairs(entry: dict) -> Iterator[tuple[str, dict | None, dict | None]]:
 
 def rows_of(entries: list[dict], cells: Cells) -> list[list[str]]:
     return [
-        [label(entry), split_name(split) or "one GPU", *cells(entry, eager, injected)]
+        [label_of(entry), split_name(split) or "one GPU", *cells(entry, eager, injected)]
         for entry in entries
         for split, eager, injected in pairs(entry)
     ]
