@@ -197,7 +197,7 @@ def test_host_time_of_a_forward(result_of, monkeypatch):
     monkeypatch.setattr(FLUX, "transformer", watched)
     conditions = ["as published", "LoRA adapters"]
     arguments = [word for condition in conditions for word in ("--condition", condition)]
-    arguments += ["--model", "flux", "--rounds", "1", "--weights", "peaked"]
+    arguments += ["--model", "flux", "--rounds", "1", "--weights", "peaked", "--operators"]
     forwards = result_of(bench_host_forward, *arguments)["forwards"]
     assert [(f["condition"], f["context"], f["mode"]) for f in forwards] == [
         (condition, context, mode)
@@ -206,6 +206,7 @@ def test_host_time_of_a_forward(result_of, monkeypatch):
         for mode in ("eager", "injected")
     ]
     assert all(f["over_eager"] == 1 for f in forwards[::2])
+    assert all(f["operators_ms"]["median"] > 0 for f in forwards)
     assert {(f["model"], f["tokens"], f["weights"]) for f in forwards} == {
         ("tiny FLUX.1", 64, "peaked")
     }

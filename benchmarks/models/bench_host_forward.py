@@ -4,8 +4,9 @@ Measured from call to return on an idle GPU, without waiting for it, under torch
 torch.inference_mode. Models have all blocks; those that other benchmarks leave out share weights with the
 others. There are so few tokens that the GPU keeps up and its queue never fills; GPU time and number of
 kernels are also recorded. Modes take turns, each with its own modules over one set of weights. On a CPU the
-figure includes the operations' work. --condition applies hooks on blocks or unmerged adapters, the changes
-by users that cost the most CPU time, in all modes.
+figure includes the operations' work. --operators also times the forward's operator calls alone, replayed from
+a list: the rest is Python. --condition applies hooks on blocks or unmerged adapters, the changes by users
+that cost the most CPU time, in all modes.
 
 Writes to benchmarks/results/host_forward:
 
@@ -31,6 +32,7 @@ import click
 import torch
 from peft import LoraConfig
 from tabulate import tabulate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, kernel_times, record, timing
@@ -88,6 +90,32 @@ def under(context: Callable[[], object], forward: Callable[[], object]) -> Calla
     return call
 
 
+class Recorder(TorchDispatchMode):
+    """Records operator calls: the operator, its arguments and keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def operator_calls(kernel: ModuleType | None, forward: Callable[[], object]) -> Callable[[], None]:
+    """A function that calls the operators of a forward with its arguments."""
+    if kernel is not None:  # injected models run the kernels under this mode
+        sys.modules[f"{kernel.__name__}.injection.core.checks"].TRANSPARENT_MODES.add(Recorder)
+    with Recorder() as recorder:
+        forward()
+
+    def call() -> None:
+        for operator, args, kwargs in recorder.calls:
+            operator(*args, **kwargs)
+
+    return call
+
+
 def measure_model(
     published: Published,
     kernel: ModuleType | None,
@@ -98,6 +126,7 @@ def measure_model(
     tiny: bool,
     condition: str = PUBLISHED,
     weights: str = DEFAULT_WEIGHTS,
+    has_operators: bool = False,
 ) -> list[dict[str, object]]:
     """One entry per context and mode."""
     model = published.transformer(device, dtype, tiny)
@@ -117,6 +146,15 @@ def measure_model(
     with models.weights(model, weights):
         timing.interleave(forwards, WARM_UP_ROUNDS, device, timing.host_microseconds)
         samples = timing.interleave(forwards, rounds, device, timing.host_microseconds)
+        operators = {}
+        if has_operators:
+            for (context, mode), forward in forwards.items():
+                with CONTEXTS[context]():
+                    calls = operator_calls(kernel, forward)
+                    alone = {mode: under(CONTEXTS[context], calls)}
+                    timing.interleave(alone, WARM_UP_ROUNDS, device, timing.host_microseconds)
+                    timed = timing.interleave(alone, rounds, device, timing.host_microseconds)
+                operators[context, mode] = timing.summarize([v / 1e3 for v in timed[mode]])
     for report in reports:
         cuda_graphs.check_replayed(report, rounds)
     entries = []
@@ -133,6 +171,8 @@ def measure_model(
             "mode": mode,
             "ms": summary,
         }
+        if has_operators:
+            entry["operators_ms"] = operators[context, mode]
         if device.type == "cuda":
             events = kernel_times.trace(forwards[context, mode], PROFILED_CALLS)
             entry["kernels"] = kernel_times.breakdown(events, PROFILED_CALLS)["total"]
@@ -151,6 +191,7 @@ def show(entries: list[dict]) -> None:
             entry["ms"]["median"],
             100 * entry["ms"]["spread"],
             entry.get("over_eager"),
+            entry.get("operators_ms", {}).get("median"),
             *(entry.get("kernels", {}).get(key) for key in ("ms", "launches")),
         ]
         for entry in entries
@@ -164,6 +205,7 @@ def show(entries: list[dict]) -> None:
         "host ms",
         "spread %",
         "over eager",
+        "operators ms",
         "GPU ms",
         "launches",
     ]
@@ -198,12 +240,15 @@ def show(entries: list[dict]) -> None:
 )
 @modes_option(("eager", "injected"))
 @DEVICE
+@click.option("--operators", is_flag=True, help="Also time the operator calls alone.")
 @DTYPE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=50, show_default=True)
 @record.output_option("host/forward")
 @torch.no_grad()
-def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output) -> None:
+def main(
+    chosen, conditions, weights, modes, device, operators, dtype, tiny, rounds, output
+) -> None:
     """Measure the CPU time of one forward of each model in each mode."""
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
@@ -222,7 +267,16 @@ def main(chosen, conditions, weights, modes, device, dtype, tiny, rounds, output
     for published, condition, of_weights in itertools.product(chosen, conditions, weights):
         try:
             result["forwards"] += measure_model(
-                published, kernel, modes, rounds, device, dtype, tiny, condition, of_weights
+                published,
+                kernel,
+                modes,
+                rounds,
+                device,
+                dtype,
+                tiny,
+                condition,
+                of_weights,
+                operators,
             )
             if output is not None:
                 record.write(output, result)  # also if a later model takes too long
