@@ -1,5 +1,6 @@
 """The tables, figures and plots made of results: from made-up results whose rows are known."""
 
+import functools
 import re
 
 import pytest
@@ -34,6 +35,15 @@ def made_up(tmp_path_factory):
     return folder
 
 
+load_once = functools.cache(history.load)
+
+
+@pytest.fixture
+def _committed(monkeypatch):
+    """For tests of the committed results only: a file is parsed once, not for each table and figure."""
+    monkeypatch.setattr(history, "load", load_once)
+
+
 # ------------------------------------------------------------------------------------------------
 # The pages
 
@@ -44,6 +54,7 @@ def figure(name, results):
     return render_docs.render(text, results).split(">")[1].split("<")[0]
 
 
+@pytest.mark.usefixtures("_committed")
 @pytest.mark.parametrize("path", render_docs.DOCUMENTS, ids=lambda p: str(p.relative_to(CHECKOUT)))
 def test_figures_agree_with_the_results(path):
     """The committed pages are also the known values of the code that makes them."""
@@ -54,6 +65,7 @@ def test_figures_agree_with_the_results(path):
         assert table.split("\n")[1].count("|") <= 8 + 1, f"{name} is too wide"
 
 
+@pytest.mark.usefixtures("_committed")
 def test_plots_agree_with_the_results():
     folder = CHECKOUT / "benchmarks" / "plots"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}
@@ -154,6 +166,7 @@ def test_all_models_are_of_one_card_and_build(tmp_path):
     assert figure("families_over_eager", tmp_path) == "3.00"
 
 
+@pytest.mark.usefixtures("_committed")
 def test_committed_rows_of_all_models_are_of_one_card_and_build():
     measured = chosen.of_one_build(history.RESULTS)
     builds = {

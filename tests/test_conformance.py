@@ -406,7 +406,6 @@ CASES = [
 ]
 
 
-@pytest.mark.drawn(times=3)
 @pytest.mark.parametrize(("case", "family", "dtype"), CASES)
 def test_actions(device, case, family, dtype):
     with Twins(family, dtype=dtype, device=device) as twins:

@@ -302,6 +302,7 @@ def test_hooks_on_shared_norms(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(times=0, period=3)
 @pytest.mark.parametrize("name", [name for name in INPUTS if name in FAMILIES])
 @in_ranks
 def test_hooks_on_every_part(kernel, name):

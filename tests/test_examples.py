@@ -86,6 +86,7 @@ def psnr_of(output):
 # Results
 
 
+@pytest.mark.drawn(times=0, period=3)
 @every_model
 def test_result_is_equal_to_eagers(run, model, monkeypatch, tmp_path):
     given, write, entry = {}, generate.write, pipelines.MODELS[model]
@@ -499,6 +500,15 @@ def test_notebook_is_committed_without_outputs():
     assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
+# The notebook's functions, for a short video of a few steps.
+SHORT_CALLS = """
+import pipelines
+arguments_of = pipelines.call_arguments
+size = {"num_frames": 17, "num_inference_steps": 4}
+pipelines.call_arguments = lambda *given: {**arguments_of(*given), **size}
+"""
+
+
 @pytest.mark.slow
 def test_notebook_runs(monkeypatch):
     monkeypatch.chdir(CHECKOUT / "examples")
@@ -506,7 +516,7 @@ def test_notebook_runs(monkeypatch):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the small model, on a GPU as well
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests use the other cores
-    output = run_python("\n".join(code))
+    output = run_python("\n".join([SHORT_CALLS, *code]))
     (psnr,) = re.findall(r"^PSNR ([\d.]+) dB", output, re.MULTILINE)
     assert float(psnr) > 38
     assert "transformer: in full" in output and output.endswith("same bits as eager: True")

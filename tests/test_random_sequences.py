@@ -40,6 +40,7 @@ def check(family, seed, device, kind):
         assert result.counts["replayed"] > 0 or not first.arguments["graphs"]
 
 
+@pytest.mark.drawn(times=0)
 @pytest.mark.parametrize("seed", range(4, 8))
 @families_and_kinds
 def test_models_do_what_plain_ones_do(device, family, kind, seed):

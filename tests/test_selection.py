@@ -1,10 +1,14 @@
 """selection.py: what a seed draws."""
 
 import itertools
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
+import selection
+from conftest import CHECKOUT
 from selection import PERIOD, draw
 
 NAMES, KINDS, FLAGS = [f"n{i}" for i in range(20)], ["a", "b", {"c": 1}], [False, True]
@@ -88,3 +92,25 @@ def test_what_runs_whole(cases):
 def test_a_function_without_parameters():
     once = [item("once")]
     assert draw(once, 7, SECONDS, []) == once
+
+
+def test_recorded_functions_exist():
+    """A function that was renamed runs whole."""
+    recorded = json.loads(selection.SECONDS.read_text())
+    functions = [
+        f"tests/{path.name}::{function}"
+        for path in (CHECKOUT / "tests").glob("test_*.py")
+        for function in re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert recorded.keys() <= {*functions}
+
+
+DRAWN = re.compile(r"^@pytest\.mark\.drawn\(.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
+
+
+def test_drawn_functions_are_recorded():
+    """Without its seconds, a function runs whole in spite of the mark."""
+    recorded = json.loads(selection.SECONDS.read_text())
+    for path in (CHECKOUT / "tests").glob("test_*.py"):
+        for function in DRAWN.findall(path.read_text("utf-8")):
+            assert f"tests/{path.name}::{function}" in recorded

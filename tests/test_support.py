@@ -294,7 +294,6 @@ def without_change(name, device, *config):
     return run(plain, arguments), kernel_calls(run, model, arguments), left_alone
 
 
-@pytest.mark.drawn(times=3)
 @every_family
 @pytest.mark.parametrize("feature", [*CHANGES, *RUNS])
 def test_behaviour(kernel, device, family, feature):
