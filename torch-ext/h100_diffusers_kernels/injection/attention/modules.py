@@ -541,7 +541,8 @@ def project_and_rotate(
     ``norm_and_rotate``.
     """
     query, key, value = projected or query_key_value(module, x, context, layers, config)
-    heads = module.heads if head_dim is None else query.shape[2] // head_dim
+    # torch.jit.trace has tensors as sizes.
+    heads = module.heads if head_dim is None else int(query.shape[2]) // head_dim
     operands = (query, key, rope, rotate, form, heads)
     query, key = norm_and_rotate(call, module, *operands, config=config, **options)
     return query, key, value
@@ -738,7 +739,7 @@ def attend_to_all(
     ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``options``: see ``attend``.
     """
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
-    heads = streams[0].query.shape[2] // head_dim
+    heads = int(streams[0].query.shape[2]) // head_dim  # torch.jit.trace has tensors as sizes
     joint: Any = None
     config = context_parallel_of(call, module)
     if len(streams) == 2 and (call.state is not None or may_write()):

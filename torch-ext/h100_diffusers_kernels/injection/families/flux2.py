@@ -109,7 +109,7 @@ def _parallel_attention_forward(
     size = packed.shape[-1] * size // (size + mlp_size)
     qkv, mlp = packed.split_with_sizes([size, packed.shape[-1] - size], dim=-1)
     query, key, value = qkv.chunk(3, dim=-1)
-    heads = query.shape[2] // self.head_dim
+    heads = int(query.shape[2]) // self.head_dim  # torch.jit.trace has tensors as sizes
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     operands = (query, key, image_rotary_emb, rotate, "per_head", heads)
     config = attention.context_parallel_of(call, self)
