@@ -446,17 +446,17 @@ def _models_in(
     A model without a family is a denoiser or autoencoder of diffusers if it is in a pipeline; alone, any
     model of diffusers or any module.
     """
-    modules = list(component.named_modules())
-    known = [(n, m, family) for n, m in modules if (family := family_of(m)) is not None]
+    cls: Any = find_class(_MODEL)
+    modules = component.named_modules() if cls is not None else ()
+    models = [(n, m) for n, m in modules if isinstance(m, cls)]
+    known = [(n, m, family) for n, m in models if (family := family_of(m)) is not None]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
         return
-    cls: Any = find_class(_MODEL)
     outermost: list[str] = []
-    for module_name, module in modules:
-        is_model = cls is not None and isinstance(module, cls)
+    for module_name, module in models:
         is_wanted = is_alone or not type(module).__module__.startswith(_OTHERS)
-        if is_model and is_wanted and not module_name.startswith(tuple(outermost)):
+        if is_wanted and not module_name.startswith(tuple(outermost)):
             outermost.append(f"{module_name}." if module_name else "")
             yield join(name, module_name), module, None
     if is_alone and not outermost:
