@@ -400,6 +400,7 @@ class Sample(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.drawn(times=0, period=3)
 @every_family
 @torch.no_grad()
 def test_torchscript_of_a_model(kernel, device, family):
