@@ -149,11 +149,9 @@ def measure_model(
         operators = {}
         if has_operators:
             for (context, mode), forward in forwards.items():
-                with CONTEXTS[context]():
-                    calls = operator_calls(kernel, forward)
-                    alone = {mode: under(CONTEXTS[context], calls)}
-                    timing.interleave(alone, WARM_UP_ROUNDS, device, timing.host_microseconds)
-                    timed = timing.interleave(alone, rounds, device, timing.host_microseconds)
+                alone = {mode: under(CONTEXTS[context], operator_calls(kernel, forward))}
+                timing.interleave(alone, WARM_UP_ROUNDS, device, timing.host_microseconds)
+                timed = timing.interleave(alone, rounds, device, timing.host_microseconds)
                 operators[context, mode] = timing.summarize([v / 1e3 for v in timed[mode]])
     for report in reports:
         cuda_graphs.check_replayed(report, rounds)

@@ -776,13 +776,11 @@ def run_joint_attention(
     text_padding: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The forward of an attention over image x and text c: the results of both.
+    """The forward of an attention over image x and text c, which the kernels take: the results of both.
 
     ``ropes``: those of x and c. ``is_text_first``: whether the text is the first of all tokens, as in the
     mask. ``text_padding``: (B, T, 1), which tokens of the text get zeros. ``options``: see ``attend_to_all``.
     """
-    if not call.takes(x, c):
-        return NotImplemented
     streams = project(call, module, x, c, *ropes)
     if is_text_first:
         streams.reverse()
@@ -814,11 +812,11 @@ def forward_with_tables(
         self.added_kv_proj_dim is None
     ):
         return NotImplemented
+    if not call.takes(x, c):
+        return NotImplemented
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     options = {} if attention_mask is None else equivalents_of(call, x, attention_mask)
     if c is None:
-        if not call.takes(x):
-            return NotImplemented
         streams = project(call, self, x, None, rope, None)
         return attend_to_all(call, self, streams, rotate, attention_mask, **options)
     ropes = None

@@ -118,7 +118,7 @@ def _attention_forward(
 ) -> Any:
     x, c, mask = hidden_states, encoder_hidden_states, attention_mask
     rope = kwargs.pop("image_rotary_emb", None)
-    if kwargs or c is None or mask is None or mask.shape != c.shape[:2]:
+    if kwargs or c is None or mask is None or mask.shape != c.shape[:2] or not call.takes(x, c):
         return NotImplemented
     length = x.shape[1]
     valid = call.shared(("valid text", length), mask, partial(_valid_first, length=length))

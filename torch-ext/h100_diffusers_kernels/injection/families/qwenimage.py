@@ -94,7 +94,7 @@ def _attention_forward(
     **kwargs,
 ) -> Any:
     x, c, mask = hidden_states, encoder_hidden_states, encoder_hidden_states_mask
-    if kwargs or c is None or attention_mask is not None:
+    if kwargs or c is None or attention_mask is not None or not call.takes(x, c):
         return NotImplemented
     ropes = (None, None) if image_rotary_emb is None else image_rotary_emb
     image_length = x.shape[1]

@@ -99,6 +99,8 @@ def _attention_forward(
     # Its processor ignores the mask.
     if c is None:
         return run_attention(call, self, x, None, None, None, None, options)
+    if not call.takes(x, c):
+        return NotImplemented
     return run_joint_attention(call, self, x, c, (None, None), None, **options)
 
 

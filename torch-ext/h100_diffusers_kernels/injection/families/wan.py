@@ -122,6 +122,7 @@ def _attention_forward(
     operands = (call, self, x, c, *rotation)
     query, key, value = attention.project_and_rotate(*operands, config=config, projected=fused)
     options: dict[str, Any] = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    options["config"] = config
     if encoder_hidden_states is not None and not (context_is_parallel or _splits_text(call)):
         options["parallel_config"] = None  # each rank has all of the text
     out = attention.attend(call, self, query, key, value, attention_mask, **options)

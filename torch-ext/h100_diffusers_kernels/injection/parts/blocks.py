@@ -126,7 +126,7 @@ def single_block(
 # FLUX.1's blocks, of which other models have copies
 
 
-def double_block_forward(
+def _block_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -134,27 +134,15 @@ def double_block_forward(
     temb: Tensor,
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
+    *,
+    is_double: bool,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if not call.takes(x, c, temb):
         return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
-
-
-def single_block_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Any = None,
-    joint_attention_kwargs: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
-    x, c = hidden_states, encoder_hidden_states
-    if not call.takes(x, c, temb):
-        return NotImplemented
-    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    if is_double:
+        return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
 
     def attend(n: Any) -> Tensor:
         return self._modules["attn"](hidden_states=n, **more)
@@ -162,5 +150,5 @@ def single_block_forward(
     return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend)
 
 
-double_spec = partial(BlockSpec, forward=double_block_forward)
-single_spec = partial(BlockSpec, forward=single_block_forward)
+double_spec = partial(BlockSpec, forward=partial(_block_forward, is_double=True))
+single_spec = partial(BlockSpec, forward=partial(_block_forward, is_double=False))
