@@ -231,12 +231,20 @@ def test_pipelines(result_of, device):
         assert all(psnr is None or psnr > 60 for psnr in psnrs)  # None: the same picture
 
 
+def test_pipelines_with_a_lora(result_of):
+    arguments = ["--pipelines", "flux,flux_lora", "--rounds", "1", "--dtype", "float32"]
+    plain, adapted = result_of(bench_pipelines, *arguments, "--modes", "injected")["pipelines"]
+    assert adapted["parameters"] > plain["parameters"]
+
+
 @needs_torchao
 def test_pipelines_in_fp8(result_of):
     modes = ("injected", models.INJECTED_FP8)
     arguments = ["--pipelines", "ltx", "--rounds", "1", "--steps", "3", "--modes", ",".join(modes)]
     (entry,) = result_of(bench_pipelines, *arguments)["pipelines"]
     assert entry["steps"] == 3 and list(entry["modes"]) == list(modes)
+    bfloat16, fp8 = (mode["weight_bytes"] for mode in entry["modes"].values())
+    assert 0.5 * bfloat16 < fp8 < 0.95 * bfloat16
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import models
 from benchmarks.harness import history, options, timing
-from benchmarks.pipelines import bench_pipelines
 
 import render_docs
 import render_plots
@@ -211,4 +210,3 @@ def test_titles_are_those_of_what_is_measured():
     names = {name: published.name for name, published in options.MODELS.items()}
     assert set(chosen.TITLES) == set(names)
     assert all(names[name].startswith(title) for name, title in chosen.TITLES.items())
-    assert set(chosen.PIPELINES) == set(bench_pipelines.PIPELINES)

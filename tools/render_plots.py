@@ -31,21 +31,27 @@ FAMILIES = {
     "activation": "activations",
     "softmax": "softmax",
 }
+# One meaning a color in all plots. This package is blue; FlashAttention-3 and other attention are purple.
+BLUE, CYAN, ORANGE, BROWN = "#1a73e8", "#1b9aaa", "#e8710a", "#a0522d"
+PURPLE, PINK, GREEN, OLIVE = "#a142f4", "#d1548c", "#188038", "#7a9a01"
+GRAY, DARK, RED = "#8b949e", "#6e7781", "#c9184a"
 # What is drawn, from the back to the front: name, color, marker, size.
 SERIES = {
-    "eager": ("eager", "#8b949e", "s", 14),
-    "compiled": ("torch.compile", "#e8710a", "^", 16),
-    "liger": ("Liger", "#188038", "v", 16),
-    "quack": ("QuACK", "#a142f4", "D", 12),
-    "ours": ("this package", "#1a73e8", "o", 20),
+    "eager": ("eager", GRAY, "s", 14),
+    "compiled": ("torch.compile", ORANGE, "^", 16),
+    "liger": ("Liger", RED, "v", 16),
+    "quack": ("QuACK", PINK, "D", 12),
+    "ours": ("this package", BLUE, "o", 20),
 }
 MODES = {
-    "compiled": ("torch.compile", "#e8710a"),
-    "compiled-regional": ("torch.compile, block by block", "#c98500"),
-    "compiled-reduce-overhead": ("torch.compile, reduce-overhead", "#d1548c"),
-    "compiled-regional+fa3": ("the same with FlashAttention-3", "#a142f4"),
-    "injected": ("injected", "#1a73e8"),
-    "injected+graphs": ("injected with CUDA graphs", "#188038"),
+    "eager+fa3": ("eager with FlashAttention-3", PURPLE),
+    "compiled": ("torch.compile", ORANGE),
+    "compiled-regional": ("torch.compile, block by block", ORANGE),
+    "compiled-reduce-overhead": ("torch.compile, reduce-overhead", BROWN),
+    "compiled-regional+fa3": ("torch.compile with FlashAttention-3", "#c77dff"),
+    "injected": ("injected", BLUE),
+    "injected+graphs": ("injected with CUDA graphs", CYAN),
+    "injected+precision-fp8": ("injected, in FP8", OLIVE),
 }
 TIMELINES = {
     "eager": "eager",
@@ -53,12 +59,12 @@ TIMELINES = {
     "injected": "injected",
 }
 KERNEL_CLASSES = {
-    "matrix_products": ("matrix products", "#6e7781"),
-    "attention": ("attention", "#a142f4"),
-    "ours": ("this package's row kernels", "#1a73e8"),
-    "others": ("everything else", "#e8710a"),
+    "matrix_products": ("matrix products", DARK),
+    "attention": ("attention", PURPLE),
+    "ours": ("this package's row kernels", BLUE),
+    "others": ("other kernels", "#d4a72c"),
 }
-ATTENTIONS = {"self": ("#1a73e8", "o", -0.1), "cross": ("#e8710a", "^", 0.1)}  # beside each other
+ATTENTIONS = {"self": (PURPLE, "o", -0.1), "cross": (GREEN, "^", 0.1)}  # beside each other
 MEGABYTE = 1e6
 WIDTH = 25 / 3  # inches: 800 pixels
 STYLE = {
@@ -165,9 +171,9 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], modes: Sequence[str], wh
         text.set_fontweight("normal" if speedups else "bold")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(False, axis="y")
+    axes.grid(False)  # each bar has its figure
     axes.margins(x=0.1)
-    axes.set_xlabel(f"times as fast as eager: {what}, {chosen.WEIGHTS} weights")
+    axes.set_xlabel(f"times as fast as eager: {what}")
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -196,20 +202,19 @@ def models(results: Path) -> Figure | None:
 
 
 def pipelines(results: Path) -> Figure | None:
-    """Speedup over eager of whole pipelines."""
-    gathered = chosen.gathered_pipelines(results)
-    if gathered is None:
+    """Speedup over eager of whole pipelines, in bfloat16 and in FP8."""
+    run = chosen.pipelines_run(results)
+    if run is None:
         return None
     rows = [
         (
             f"{entry['title']}, {size_name(entry['size'])}",
             {mode: over["eager"] for mode, over in entry["speedups"].items() if "eager" in over},
         )
-        for entry in gathered["pipelines"]
+        for entry in run["pipelines"]
     ]
     modes = [mode for mode in MODES if any(mode in speedups for _, speedups in rows)]
-    device = gathered["runs"][0]["environment"]["device"]
-    return _bars(rows, modes, f"whole pipelines on an {device}")
+    return _bars(rows, modes, f"whole pipelines on an {run['environment']['device']}")
 
 
 def cuda_graphs(results: Path) -> Figure | None:
@@ -262,7 +267,7 @@ def block(results: Path) -> Figure | None:
     axes.set_yticks(range(len(modes)), [TIMELINES[mode] for mode in modes])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(modes) - 0.5, -0.5)
-    axes.grid(False, axis="y")
+    axes.grid(False)  # a line would cross the figures
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     where = f"{result['model']}, {size_name(result['size'])}, {card(result)}"

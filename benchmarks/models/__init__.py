@@ -23,7 +23,9 @@ from benchmarks.models import outliers
 KERNEL_ID = "org/h100-diffusers-kernels"
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
-FA3 = f"{REGIONAL}+fa3"  # the same with self-attention by FlashAttention-3
+# Self-attention by FlashAttention-3.
+EAGER_FA3, FA3 = "eager+fa3", f"{REGIONAL}+fa3"
+FA3_MODES = (EAGER_FA3, FA3)
 REDUCE_OVERHEAD = "compiled-reduce-overhead"  # as a whole, replayed from CUDA graphs
 GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 # The blocks' linear layers quantized by torchao, with a scale for each row.
@@ -50,12 +52,15 @@ INJECTIONS = {
 # Parts of the names of linear layers in blocks that TORCHAO_MODES leave as they are: they modulate.
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
-    *("eager", "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
+    *("eager", EAGER_FA3, "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *FP8_MODES,
 )
-SELF_ATTENTION = ("attn", "attn1")  # names of modules; FlashAttention-3 takes no mask of text
-NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, FA3, TORCHAO, TORCHAO_COMPILED)
+SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
+# diffusers' backends of FlashAttention-3. The first takes no mask. The second gathers the keys that a mask
+# leaves, which cannot be compiled as a full graph.
+FLASH_3, FLASH_3_VARLEN = "_flash_3", "_flash_3_varlen_hub"
+NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, *FA3_MODES, TORCHAO, TORCHAO_COMPILED)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
@@ -282,12 +287,12 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
             block.compile(**options)
 
 
-def compile_as(model: torch.nn.Module, mode: str) -> bool:
-    """As the mode asks for; whether it does."""
-    if mode == FA3:
-        use_flash_attention_3(model)
+def compile_as(model: torch.nn.Module, mode: str, fa3: str = FLASH_3) -> bool:
+    """As the mode asks for; whether it does. `fa3` is the backend of FlashAttention-3."""
+    if mode in FA3_MODES:
+        use_flash_attention_3(model, fa3)
     if REGIONAL in mode:
-        compile_blocks(model)
+        compile_blocks(model, fullgraph=mode != FA3 or fa3 == FLASH_3)
     elif mode == REDUCE_OVERHEAD:
         compile_whole(model, mode="reduce-overhead")
     elif mode.endswith("compiled"):
@@ -297,28 +302,33 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     return True
 
 
-def use_flash_attention_3(model: torch.nn.Module) -> None:
+def use_flash_attention_3(model: torch.nn.Module, backend: str = FLASH_3) -> None:
     """Have the self-attentions of a model run on FlashAttention-3, as diffusers' attention backend, from the
     wheel fa3-fwd.
 
-    diffusers finds FlashAttention-3 only as it is built from source, under other names. ValueError if none of
-    the attentions has an attention backend.
+    diffusers finds FlashAttention-3 only as it is built from source, under other names, or on the Hub.
+    ValueError if none of the attentions has an attention backend.
     """
+    import fa3_fwd_interface
     from diffusers.models import attention_dispatch
-    from fa3_fwd_interface import flash_attn_func
 
-    attention_dispatch.flash_attn_3_func = flash_attn_func
-    attention_dispatch._CAN_USE_FLASH_ATTN_3 = True
+    name = attention_dispatch.AttentionBackendName(backend)
+    if backend == FLASH_3:
+        attention_dispatch.flash_attn_3_func = fa3_fwd_interface.flash_attn_func
+        attention_dispatch._CAN_USE_FLASH_ATTN_3 = True
+    else:
+        on_hub = attention_dispatch._HUB_KERNELS_REGISTRY[name]
+        on_hub.kernel_fn = fa3_fwd_interface.flash_attn_varlen_func
     processors = [
         processor
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in SELF_ATTENTION
+        for name_, module in model.named_modules()
+        if name_.rpartition(".")[2] in SELF_ATTENTION
         and hasattr(processor := getattr(module, "processor", None), "_attention_backend")
     ]
     if not processors:
         raise ValueError("its attention has no backend to choose")
     for processor in processors:
-        processor._attention_backend = attention_dispatch.AttentionBackendName._FLASH_3
+        processor._attention_backend = name
 
 
 def fp8_layers(model: torch.nn.Module) -> list[str]:

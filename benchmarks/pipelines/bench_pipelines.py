@@ -1,16 +1,17 @@
-"""Whole pipelines at the card's power limit: denoising loop and decoder, without the text encoder.
+"""Whole pipelines: denoising loop and decoder, without the text encoder.
 
 All blocks of the published models, random weights with scores as peaked as in trained models, made-up prompt
 embeddings. All modes share one set of weights and take turns. Each call is a picture or a video of the number
-of steps in PIPELINES, long enough to bring the GPU to its power limit. Recorded for each
-mode: seconds, decoder apart; energy, clock and power; memory. Writes to benchmarks/results/pipelines:
+of steps in PIPELINES. Recorded for each mode: seconds, decoder apart; energy, clock and power; memory. Writes
+to benchmarks/results/pipelines:
 
     python benchmarks/pipelines/bench_pipelines.py
-    python benchmarks/pipelines/bench_pipelines.py --pipelines flux,ltx --rounds 3
+    python benchmarks/pipelines/bench_pipelines.py --pipelines flux,ltx --rounds 5
     python benchmarks/pipelines/bench_pipelines.py --pipelines ltx --steps 50 --modes injected,injected+fp8
     python benchmarks/pipelines/bench_pipelines.py --device cpu --tiny --output /tmp/pipelines.json
 
-compiled-regional+fa3 needs the wheel fa3-fwd. Results of several runs are shown together.
+The modes with FlashAttention-3 need the wheel fa3-fwd. The pages show the run with the most pipelines, of
+several the newest.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from diffusers.modular_pipelines import flux3
 from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseBlocks
 from diffusers.modular_pipelines.modular_pipeline import SequentialPipelineBlocks
+from peft import LoraConfig
 from pipelines import FLOW, MODELS, Model, call_arguments, random_parts, random_pipeline
 from tabulate import tabulate
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks import models
 from benchmarks.harness import clocks, cuda_graphs, record, timing
@@ -45,10 +48,10 @@ from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named, modes_on, mod
 from accuracy import psnr
 
 WEIGHTS = "peaked"
-DEFAULT_MODES = ("eager", models.REGIONAL, models.FA3, "injected", models.GRAPHS)
+FP8 = "injected+precision-fp8"
+DEFAULT_MODES = ("eager", models.EAGER_FA3, models.REGIONAL, models.FA3, "injected", FP8)
 BASELINES = ("eager", models.REGIONAL, models.FA3)
 WARM_UP_STEPS = 2  # with CUDA graphs the second one captures
-
 
 DEPTH = ("num_layers", "num_single_layers", "n_layers")  # arguments that the examples make small
 PROMPT = "A red fox trots through fresh snow at dawn."
@@ -56,20 +59,40 @@ PROMPT = "A red fox trots through fresh snow at dawn."
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline and the number of steps that are timed, of those that the model's card recommends."""
+    """A pipeline and the number of steps that are timed, of those that the model's card recommends.
+
+    Attributes:
+        fa3: diffusers' backend of FlashAttention-3 for the model's self-attention; None if its attention
+            takes no backend.
+        lora_rank: of an adapter on all linear layers of the blocks; 0 for none.
+    """
 
     title: str
     model: Model
     steps: int
     published_steps: int
     channels_last: bool = False
+    fa3: str | None = models.FLASH_3
+    lora_rank: int = 0
 
     def build(self, device: torch.device, dtype: torch.dtype, tiny: bool) -> Any:
         make = _flux3_pipeline if self.model is FLUX3 else random_pipeline
         pipe = make(self.model, tiny, str(device), dtype, 0)
         if self.channels_last:
             self.denoiser(pipe).to(memory_format=torch.channels_last)
+        if self.lora_rank:
+            add_lora(self.denoiser(pipe), self.lora_rank)
         return pipe
+
+    def modes(self, modes: list[str]) -> list[str]:
+        """Those of the modes that the pipeline has.
+
+        Eager with FlashAttention-3 is measured where diffusers recommends it: in place of a dense mask.
+        """
+        left_out = set(models.FA3_MODES) if self.fa3 is None else set()
+        if self.fa3 != models.FLASH_3_VARLEN:
+            left_out.add(models.EAGER_FA3)
+        return [mode for mode in modes if mode not in left_out]
 
     def denoiser(self, pipe: Any) -> torch.nn.Module:
         return getattr(pipe, self.model.denoiser)
@@ -101,13 +124,29 @@ class Pipeline:
         return run
 
 
+def add_lora(model: torch.nn.Module, rank: int) -> None:
+    """An adapter with random weights on all linear layers of the blocks, as peft adds one."""
+    layers = [
+        f"{name}.{layer}"
+        for name, blocks in model.named_children()
+        if isinstance(blocks, torch.nn.ModuleList)
+        for layer, module in blocks.named_modules()
+        if type(module) is torch.nn.Linear
+    ]
+    # A new adapter's second product is 0, unless the weights are random.
+    model.add_adapter(LoraConfig(r=rank, target_modules=layers, init_lora_weights=False))
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(model.dtype)
+
+
 def _published(
     title: str,
     key: str,
     steps: int,
     denoiser: dict[str, object] | None = None,
     size: tuple[int, ...] | None = None,
-    channels_last: bool = False,
+    **options: Any,
 ) -> Pipeline:
     """The example's pipeline with all blocks, and with these changes."""
     model = MODELS[key]
@@ -116,7 +155,7 @@ def _published(
     published_steps, *sides = model.size
     size = (steps, *(size or sides))
     model = replace(model, size=size, parts={**model.parts, name: (cls, config)})
-    return Pipeline(title, model, steps, published_steps, channels_last)
+    return Pipeline(title, model, steps, published_steps, **options)
 
 
 FLUX3 = replace(
@@ -149,18 +188,24 @@ def _flux3_pipeline(*arguments: Any) -> flux3.Flux3ModularPipeline:
 
 PIPELINES = {
     "flux": _published("FLUX.1-dev", "flux", 28),
-    "flux2": _published("FLUX.2-dev", "flux2", 10),
+    "flux_lora": _published("FLUX.1-dev with a LoRA of rank 16", "flux", 28, lora_rank=16),
+    "flux2": _published("FLUX.2-dev", "flux2", 5),
     "flux3": Pipeline("FLUX.3", FLUX3, 10, 50),
     "qwenimage": _published("Qwen-Image", "qwenimage", 10, size=(1024, 1024)),
-    "sd3": _published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}),
+    "sd3": _published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}, fa3=None),
     "z_image": _published("Z-Image-Turbo", "z-image", 9),
-    "sdxl": _published("Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True),
+    "sdxl": _published(
+        "Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True, fa3=None
+    ),
     "wan": _published(
         "Wan 2.1 14B", "wan", 2, {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
     ),
     "ltx": _published("LTX-Video 2B", "ltx", 20),
-    "ltx2": _published("LTX-2", "ltx2", 5),
-    "hunyuan_video15": _published("HunyuanVideo 1.5", "hunyuan-video15", 2),
+    "ltx2": _published("LTX-2", "ltx2", 3),
+    # Its attention has a dense mask.
+    "hunyuan_video15": _published(
+        "HunyuanVideo 1.5", "hunyuan-video15", 2, fa3=models.FLASH_3_VARLEN
+    ),
 }
 
 
@@ -193,32 +238,54 @@ class Decoder:
         return seconds
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """Memory that PyTorch holds, without what it could give back."""
+def held_bytes(device: torch.device, with_pools: bool) -> int:
+    """Memory in use; with the pools of CUDA graphs, all that PyTorch holds and could not give back."""
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    return (torch.cuda.memory_reserved if with_pools else torch.cuda.memory_allocated)(device)
+
+
+def weights_of(pipe: Any) -> dict[int, int]:
+    """The bytes of each storage of weights and buffers of all parts of a pipeline, by its address."""
+    storages = {}
+
+    def add(tensor: torch.Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # such as torchao's
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            for tensor in (*part.parameters(), *part.buffers()):
+                add(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
+    return storages
 
 
 def set_up(
     pipeline: Pipeline, pipe: Any, kernel: ModuleType | None, mode: str, tiny: bool
 ) -> tuple[Callable[..., torch.Tensor], Any, Any]:
-    """The call of a pipeline in this mode, its autoencoder, and the report of the injection."""
+    """The call of a pipeline in this mode, the pipeline, and the report of the injection."""
     twin = pipeline.twin(pipe)
     models.quantize_for(pipeline.denoiser(twin), mode)
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
-    models.compile_as(pipeline.denoiser(twin), mode)
-    return pipeline.call(twin, tiny), twin.vae, report
+    models.compile_as(pipeline.denoiser(twin), mode, pipeline.fa3 or models.FLASH_3)
+    return pipeline.call(twin, tiny), twin, report
 
 
 def timed_call(
     call: Callable[..., torch.Tensor], decoder: Decoder, device: torch.device
 ) -> dict[str, Any]:
-    """One picture or video: seconds, the decoder's, clock, power and energy, and the most memory."""
+    """One picture or video: seconds, the decoder's, clock, power and energy, and the most memory that the
+    call takes above what was there before."""
     timing.synchronize(device)
+    before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     with clocks.watch(device) as clock:
         begin = time.perf_counter()
         picture = call()
@@ -226,12 +293,12 @@ def timed_call(
         seconds = time.perf_counter() - begin
     if not torch.isfinite(picture).all():
         raise RuntimeError("the result has non-finite values")
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
     return {
         "picture": picture.cpu(),
         "seconds": seconds,
         "decoder_s": decoder.take_seconds(),
-        "peak_bytes": peak,
+        "call_bytes": peak,
         **clock,
     }
 
@@ -258,32 +325,41 @@ def measure(
     """All modes of one pipeline, with its own number of steps if none is given."""
     pipe = pipeline.build(device, dtype, tiny)
     steps = pipeline.steps if steps is None and not tiny else steps
+    does_not_fit = []
     with models.weights(pipeline.denoiser(pipe), WEIGHTS):
         calls, results, reports = {}, {}, {}
-        for mode in modes:
-            before = reserved_bytes(device)
+        for mode in pipeline.modes(modes):
+            has_graphs = mode in models.GRAPHS_MODES
+            before = held_bytes(device, has_graphs)
             begin = time.perf_counter()
             try:
-                call, vae, reports[mode] = set_up(pipeline, pipe, kernel, mode, tiny)
+                call, twin, reports[mode] = set_up(pipeline, pipe, kernel, mode, tiny)
                 call(WARM_UP_STEPS)
-            except Exception as error:
-                if mode != models.FA3:
-                    raise
-                reason = str(error).strip().splitlines()[-1]
-                click.echo(f"{pipeline.title} {mode}: not measured: {reason}")
+            except torch.OutOfMemoryError:
+                click.echo(f"{pipeline.title} {mode}: does not fit beside the other modes' weights")
+                does_not_fit.append(mode)
+                call = twin = None
                 continue
             timing.synchronize(device)
             first = time.perf_counter() - begin
             click.echo(f"{pipeline.title} {mode}: {WARM_UP_STEPS} steps with set-up {first:.2f} s")
-            held = reserved_bytes(device) - before
-            results[mode] = {"first_steps_s": first, "held_bytes": held}
+            weights, shared = weights_of(twin), weights_of(pipe)
+            own = sum(size for place, size in weights.items() if place not in shared)
+            results[mode] = {
+                "first_steps_s": first,
+                "weight_bytes": sum(weights.values()),
+                "held_bytes": max(0, held_bytes(device, has_graphs) - before - own),
+            }
             whole = functools.partial(call, steps)
-            calls[mode] = functools.partial(timed_call, whole, Decoder(vae, device))
+            calls[mode] = functools.partial(timed_call, whole, Decoder(twin.vae, device))
         samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
     for mode, result in results.items():
         result.update(summary(samples[mode]))
         if mode in models.GRAPHS_MODES:
             result["graphs"] = cuda_graphs.counts(reports[mode])
+        if result["call_bytes"] is not None:
+            parts = ("weight_bytes", "held_bytes", "call_bytes")
+            result["memory_bytes"] = sum(result[part] for part in parts)
         if "eager" in samples and mode != "eager":
             distance = psnr(samples[mode][-1]["picture"], samples["eager"][-1]["picture"])
             result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
@@ -298,6 +374,7 @@ def measure(
         "rounds": rounds,
         "parameters": sum(p.numel() for p in pipeline.denoiser(pipe).parameters()),
         "modes": results,
+        "does_not_fit": does_not_fit,
         "speedups": timing.speedups(medians),
     }
 
@@ -315,11 +392,10 @@ def show(entry: dict[str, Any]) -> None:
         row = [mode, result["seconds"]["median"], 100 * result["seconds"]["spread"]]
         row += [result["decoder_s"], *(over.get(other) for other in BASELINES)]
         row += [result.get(key) for key in ("joules", "watts", "sm_mhz", "power_cap")]
-        peak = result["peak_bytes"]
-        row += [peak and peak / 2**30, result["held_bytes"] / 2**30]
+        row += [result["weight_bytes"] / 2**30, result.get("memory_bytes", 0) / 2**30]
         rows.append([*row, result.get("psnr_to_eager_db")])
     headers = ["mode", "seconds", "spread %", "decoder s", *(f"x {other}" for other in BASELINES)]
-    headers += ["joules", "watts", "MHz", "at limit", "peak GiB", "held GiB", "PSNR"]
+    headers += ["joules", "watts", "MHz", "at limit", "weights GiB", "memory GiB", "PSNR"]
     click.echo(f"\n{entry['title']}, {entry['size']}, {entry['steps']} steps")
     click.echo(tabulate(rows, headers, floatfmt=".3f"))
 
@@ -335,7 +411,7 @@ def show(entry: dict[str, Any]) -> None:
 @DEVICE
 @DTYPE
 @TINY
-@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), help="In place of each pipeline's own number.")
 @record.output_option("pipelines")
 @torch.no_grad()
@@ -349,10 +425,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "dtype": record.dtype_name(dtype),
         "pipelines": [],
     }
-    name, neutral = "pipelines", ("pipelines",)
-    if not set(models.FP8_MODES).isdisjoint(modes):
-        name, neutral = "pipelines/fp8", ("pipelines", "modes", "steps")
-    output = record.destination(output, name, neutral)
+    output = record.destination(output, "pipelines", ("pipelines",))
     for pipeline in pipelines:
         entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
         result["pipelines"].append(entry)

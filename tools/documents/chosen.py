@@ -39,10 +39,6 @@ IN_FULL = {
 }
 IN_PART = {"auraflow": "AuraFlow", "allegro": "Allegro"}
 TITLES = {**IN_FULL, **IN_PART}
-PIPELINES = (
-    *("flux", "flux2", "flux3", "qwenimage", "sd3", "z_image", "sdxl"),
-    *("wan", "ltx", "ltx2", "hunyuan_video15"),
-)
 WEIGHTS = "peaked"  # of the models in tables and plots
 COMPILED = ("compiled", models.REGIONAL)  # of a whole model, and of its blocks
 # A peer this many times slower than eager PyTorch does not run as intended.
@@ -152,12 +148,14 @@ def gathered_hosts(results: Path) -> dict | None:
 # -- Pipelines ---------------------------------------------------------------------------------
 
 
-def gathered_pipelines(results: Path, name: str = "pipelines") -> dict | None:
-    """The newest result of each pipeline on the shown card, in the order of PIPELINES."""
-    found = history.gathered(name, "pipelines", lambda entry: entry["name"], results)
-    if found is not None:
-        found["pipelines"].sort(key=lambda entry: PIPELINES.index(entry["name"]))
-    return found
+def pipelines_run(results: Path, mode: str = "injected") -> dict | None:
+    """The run that measured the most pipelines in this mode, of several the newest."""
+    runs = [r for r in history.kept("pipelines", results) if _measured(r, mode)]
+    return max(runs, key=lambda r: (_measured(r, mode), history.date(r)), default=None)
+
+
+def _measured(run: Mapping, mode: str) -> int:
+    return sum(mode in entry["modes"] for entry in run["pipelines"])
 
 
 def over(entry: Mapping, other: str, mode: str = "injected") -> float | None:

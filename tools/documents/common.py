@@ -15,6 +15,7 @@ from benchmarks.harness import history
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODE_NAMES = {
     "eager": "eager",
+    "eager+fa3": "eager with FlashAttention-3",
     "compiled": "torch.compile",
     "compiled-regional": "torch.compile, block by block",
     "compiled-regional+fa3": "the same with FlashAttention-3",

@@ -19,12 +19,12 @@ from .common import (
     setup,
     size_name,
     table,
-    there,
     times,
 )
-from .pipelines import label
+from .pipelines import FP8, gibibytes, label, named, run_of, seconds
 
 FP8_MODELS = ("ltx", "flux", "flux2", "qwenimage", "wan")
+FAST = "injected+precision-fp8-fast"
 COMPARED = ("eager", "injected", models.TORCHAO, models.INJECTED_FP8)
 
 
@@ -130,50 +130,36 @@ def fp8_memory(results: Path) -> str:
 
 @table
 def fp8_pipelines(results: Path) -> str:
-    """Whole pipelines: time, energy, and the time of the injection with the first steps."""
-    found = there(gathered_pipelines(results), "pipelines/fp8")
+    """Whole pipelines with `precision=`: time, energy, memory, time of the injection with two steps."""
+    run = run_of(results, FAST)
     rows = []
-    for entry in found["pipelines"]:
-        for fp8 in {models.INJECTED_FP8: "", **models.PRECISION_MODES}:
-            if fp8 not in entry["modes"]:
-                continue
-            modes = [entry["modes"][mode] for mode in ("eager", "injected", fp8)]
-            seconds, joules = ([_of(mode, key) for mode in modes] for key in ("seconds", "joules"))
-            of_precision = [MODE_NAMES[fp8]] if fp8 in models.PRECISION_MODES else []
-            row = [", ".join([label(entry), *of_precision])]
-            row += [f"{value:.2f} s" for value in seconds]
-            row += [times(value / seconds[-1]) for value in seconds[:-1]]
-            row.append(times(joules[-1] / joules[1]))
-            rows.append([*row, f"{modes[-1]['first_steps_s']:.1f} s"])
-    headers = ["pipeline", "eager", "injected", "FP8 injected", "over eager", "over injected"]
-    headers += ["energy over injected's", "injection and two steps"]
-    return markdown(rows, headers) + setup(*found["runs"])
-
-
-def gathered_pipelines(results: Path) -> dict | None:
-    """The newest figures of each whole pipeline."""
-    return chosen.gathered_pipelines(results, "pipelines/fp8")
+    for entry in run["pipelines"]:
+        measured = entry["modes"]
+        for mode in filter(measured.__contains__, models.PRECISION_MODES):
+            row = [label(entry), MODE_NAMES[mode]]
+            row += [f"{seconds(entry, name):.2f} s" for name in ("eager", "injected", mode)]
+            row += [times(chosen.over(entry, name, mode)) for name in ("eager", "injected")]
+            row.append(times(chosen.ratio(entry, "joules", "injected", mode)))
+            row += [gibibytes(measured[name]) for name in ("injected", mode)]
+            rows.append([*row, f"{measured[mode]['first_steps_s']:.1f} s"])
+    headers = ["pipeline", "layers", "eager", "injected", "in FP8", "over eager", "over injected"]
+    headers += ["energy over injected's", "memory injected", "memory in FP8"]
+    return markdown(rows, [*headers, "injection and two steps"]) + setup(run)
 
 
 @figure
 def fp8_flux_pipeline(results: Path) -> str:
     """Seconds of FLUX.1-dev's pipeline: eager, injected, injected in FP8."""
-    found = gathered_pipelines(results)
-    if found is None:
+    flux = named(results, "flux")
+    if not flux or FP8 not in flux["modes"]:
         return NOT_MEASURED
-    modes = next(entry["modes"] for entry in found["pipelines"] if entry["name"] == "flux")
-    names = ("eager", "injected", models.INJECTED_FP8)
-    eager, injected, fp8 = (f"{modes[name]['seconds']['median']:.2f}" for name in names)
+    eager, injected, fp8 = (f"{seconds(flux, name):.2f}" for name in ("eager", "injected", FP8))
     return f"{eager}, {injected} and {fp8}"
 
 
 def full_speed(entry: dict, mode: str) -> str:
     """The time from the injection of this mode to full speed."""
     return f"{entry[models.INJECTIONS[mode]]['full_speed_s']:.2f} s"
-
-
-def _of(mode: dict, key: str) -> float:
-    return mode[key]["median"] if isinstance(mode[key], dict) else mode[key]
 
 
 def thousandths(distance: float) -> str:

@@ -24,12 +24,15 @@ from .common import (
     times,
 )
 
-# What the README calls the modes' columns.
+FP8 = "injected+precision-fp8"
+COMPILED = (models.REGIONAL, models.FA3)
+# A row of the summary has one of these modes in a column.
 COLUMNS = {
-    "eager": "eager",
-    models.REGIONAL: "torch.compile",
-    "injected": "injected",
-    models.GRAPHS: "with CUDA graphs",
+    "eager": ("eager", models.EAGER_FA3),
+    "compiled": (models.REGIONAL,),
+    "compiled, FA3": (models.FA3,),
+    "injected": ("injected",),
+    "in FP8": (FP8,),
 }
 GRAPH_COLUMNS = {
     "eager": "eager",
@@ -41,77 +44,162 @@ GRAPH_COLUMNS = {
 
 
 def label(entry: dict) -> str:
-    return f"{entry['title']}, {size_name(entry['size'])}, {entry['steps']} steps"
+    of_published = f" of {entry['published_steps']}" * (entry["steps"] < entry["published_steps"])
+    return f"{entry['title']}, {size_name(entry['size'])}, {entry['steps']}{of_published} steps"
+
+
+def seconds(entry: dict, mode: str) -> float | None:
+    return entry["modes"][mode]["seconds"]["median"] if mode in entry["modes"] else None
+
+
+def rows_of(entry: dict) -> list[tuple[str, tuple[str, ...]]]:
+    """The rows of a pipeline, each with its modes. With FlashAttention-3 eager has a row of its own."""
+    baselines = ("eager", *COMPILED)
+    if models.EAGER_FA3 not in entry["modes"]:
+        return [(label(entry), (*baselines, "injected", FP8))]
+    return [
+        (label(entry), ("eager", models.REGIONAL, "injected", FP8)),
+        (f"{entry['title']}, with FA3 in eager", (models.EAGER_FA3, models.FA3, "injected", FP8)),
+    ]
+
+
+def best_compiled(entry: dict, modes: Sequence[str]) -> float | None:
+    """Times as fast as the faster of what was compiled."""
+    measured = [chosen.over(entry, mode) for mode in COMPILED if mode in modes]
+    return min((over for over in measured if over), default=None)
+
+
+def run_of(results: Path, mode: str = "injected") -> dict:
+    return there(chosen.pipelines_run(results, mode), "pipelines")
+
+
+def gibibytes(measured: dict | None) -> str:
+    memory = measured and measured.get("memory_bytes")
+    return number(memory / 2**30 if memory else None, "GiB", 1)
 
 
 @table
 def summary_pipelines(results: Path) -> str:
     """Seconds for a picture or a video."""
-    gathered = there(chosen.gathered_pipelines(results), "pipelines")
+    run = run_of(results)
     rows = []
-    for entry in gathered["pipelines"]:
-        cells = [label(entry)]
-        for mode in COLUMNS:
-            measured = entry["modes"].get(mode)
-            cells.append("" if measured is None else f"{measured['seconds']['median']:.2f} s")
-        cells += [times(chosen.over(entry, other)) for other in ("eager", models.REGIONAL)]
-        rows.append([*cells, times(chosen.ratio(entry, "joules", "eager"))])
-    headers = ["pipeline", *COLUMNS.values(), "over eager", "over torch.compile", "energy"]
-    return markdown(rows, headers) + setup(*gathered["runs"])
+    for entry in run["pipelines"]:
+        measured = entry["modes"]
+        for title, modes in rows_of(entry):
+            cells = [title]
+            for names in COLUMNS.values():
+                shown = [seconds(entry, mode) for mode in modes if mode in names]
+                cells.append(number(next(filter(None, shown), None), "s", 2))
+            a_step = (seconds(entry, "injected") - measured["injected"]["decoder_s"]) / entry[
+                "steps"
+            ]
+            cells.append(number(a_step, "s", 2))
+            cells += [times(chosen.over(entry, modes[0])), times(best_compiled(entry, modes))]
+            rows.append([*cells, gibibytes(measured["injected"]), gibibytes(measured.get(FP8))])
+    headers = ["pipeline", *COLUMNS, "injected, a step", "over eager", "over compiled"]
+    return markdown(rows, [*headers, "memory", "memory in FP8"]) + setup(run)
 
 
 @table
 def pipelines(results: Path) -> str:
     """Each mode of each pipeline: time, energy, clock and memory."""
-    gathered = there(chosen.gathered_pipelines(results), "pipelines")
+    run = run_of(results)
     rows = []
-    for entry in gathered["pipelines"]:
+    for entry in run["pipelines"]:
         rows.append([f"**{label(entry)}**"])
         for mode, measured in entry["modes"].items():
-            memory = measured["peak_bytes"] and (measured["peak_bytes"] + measured["held_bytes"])
             rows.append(
                 [
                     MODE_NAMES[mode],
-                    f"{measured['seconds']['median']:.2f} s",
+                    f"{seconds(entry, mode):.2f} s",
+                    f"{range_of(measured):.1%}",
                     f"{measured['decoder_s']:.3f} s",
                     times(entry["speedups"][mode].get("eager")),
                     number(measured.get("joules"), "J"),
                     number(measured.get("watts"), "W"),
                     number(measured.get("sm_mhz"), "MHz"),
-                    number(memory and memory / 2**30, "GiB", 2),
+                    "" if measured.get("power_cap") is None else f"{measured['power_cap']:.0%}",
+                    gibibytes(measured),
                 ]
             )
-    headers = ["mode", "time", "decoder", "over eager", "energy", "power", "clock", "peak memory"]
-    return markdown(rows, headers) + setup(*gathered["runs"])
+    headers = ["mode", "time", "range", "decoder", "over eager", "energy", "power", "clock"]
+    return markdown(rows, [*headers, "at power limit", "memory"]) + setup(run)
 
 
-def pipelines_over(results: Path, other: str) -> str:
-    """Of the injected pipelines of the table, without CUDA graphs."""
-    gathered = chosen.gathered_pipelines(results) or {"pipelines": []}
-    return span([chosen.over(entry, other) for entry in gathered["pipelines"]])
+def range_of(measured: dict) -> float:
+    """From the shortest to the longest call, over the median."""
+    seconds = measured["seconds"]
+    return (seconds["max"] - seconds["min"]) / seconds["median"]
+
+
+def entries(results: Path) -> list[dict]:
+    return (chosen.pipelines_run(results) or {"pipelines": []})["pipelines"]
+
+
+def named(results: Path, name: str) -> dict:
+    return next((entry for entry in entries(results) if entry["name"] == name), {})
+
+
+def unmasked(results: Path) -> list[dict]:
+    """The pipelines whose default attention takes no dense mask."""
+    return [entry for entry in entries(results) if models.EAGER_FA3 not in entry["modes"]]
 
 
 @figure
 def pipelines_over_eager(results: Path) -> str:
-    return pipelines_over(results, "eager")
+    return span([chosen.over(entry, "eager") for entry in unmasked(results)])
 
 
 @figure
 def pipelines_over_compiled(results: Path) -> str:
-    return pipelines_over(results, models.REGIONAL)
+    """Over the faster of torch.compile with and without FlashAttention-3."""
+    return span([best_compiled(entry, COMPILED) for entry in unmasked(results)])
+
+
+@figure
+def fp8_over_eager(results: Path) -> str:
+    return span([chosen.over(entry, "eager", FP8) for entry in unmasked(results)])
+
+
+def over_masked(results: Path, *baselines: str) -> str:
+    """HunyuanVideo 1.5 over these modes, of which the second uses FlashAttention-3."""
+    entry = named(results, "hunyuan_video15")
+    over = [chosen.over(entry, baseline) if entry else None for baseline in baselines]
+    return " and ".join(NOT_MEASURED if value is None else f"{value:.2f}" for value in over)
+
+
+@figure
+def hunyuan_over_eager(results: Path) -> str:
+    return over_masked(results, "eager", models.EAGER_FA3)
+
+
+@figure
+def hunyuan_over_compiled(results: Path) -> str:
+    return over_masked(results, models.REGIONAL, models.FA3)
+
+
+@figure
+def pipelines_rounds(results: Path) -> str:
+    return span([entry["rounds"] for entry in entries(results)], 0)
+
+
+@figure
+def pipelines_range(results: Path) -> str:
+    """The largest range of a mode's calls, in percent of their median."""
+    measured = [mode for entry in entries(results) for mode in entry["modes"].values()]
+    return f"{max(map(range_of, measured)):.0%}" if measured else NOT_MEASURED
 
 
 @figure
 def decoders_over_eager(results: Path) -> str:
-    gathered = chosen.gathered_pipelines(results) or {"pipelines": []}
-    return span([chosen.ratio(e, "decoder_s", "injected", "eager") for e in gathered["pipelines"]])
+    return span([chosen.ratio(e, "decoder_s", "injected", "eager") for e in entries(results)])
 
 
 @figure
 def pipelines_card(results: Path) -> str:
     """The card of the table of pipelines."""
-    gathered = chosen.gathered_pipelines(results) or {"runs": []}
-    return ", ".join({run["environment"]["device"] for run in gathered["runs"]}) or NOT_MEASURED
+    run = chosen.pipelines_run(results)
+    return run["environment"]["device"] if run else NOT_MEASURED
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------
