@@ -9,6 +9,7 @@ Modes in FP8 have the blocks' linear layers quantized by torchao per row; these 
 
     python benchmarks/pipelines/bench_quality.py
     python benchmarks/pipelines/bench_quality.py --device cpu --dtype float32 --captions 4 --output out.json
+    python benchmarks/pipelines/bench_quality.py --modes eager,injected,injected+fp8 --picture frames.webp
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
+import numpy as np
 import torch
 from diffusers.models.attention_dispatch import attention_backend
+from PIL import Image
 from tabulate import tabulate
 from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 from tqdm import tqdm
@@ -46,6 +49,7 @@ from benchmarks.models.trained_ltx import (
 from accuracy import psnr
 
 CAPTIONS = 64
+FRAMES_SHOWN = 6  # of a video, in the picture
 FLOAT32 = "eager-float32"
 TO_FLOAT32 = "psnr_to_float32_db"
 # The attention backend of diffusers by mode. In the others, PyTorch chooses flash attention.
@@ -93,16 +97,9 @@ def summary(scenes: Sequence[Scene], samples: Sequence[dict[str, Any]]) -> dict[
     }
 
 
-def measure(
-    modes: Sequence[str],
-    scenes: Sequence[Scene],
-    kernel: ModuleType | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
+def measure(pipes: Mapping[str, Any], scenes: Sequence[Scene]) -> dict[str, Any]:
     """The summary of each mode's videos."""
-    pipes = {mode: set_up(mode, kernel, device, dtype) for mode in modes}
-    samples: dict[str, list] = {mode: [] for mode in modes}
+    samples: dict[str, list] = {mode: [] for mode in pipes}
     for seed, scene in enumerate(tqdm(scenes, unit="caption", mininterval=10)):
         videos = {}
         for mode, pipe in pipes.items():
@@ -116,6 +113,17 @@ def measure(
                 sample[TO_FLOAT32] = psnr(video, videos[FLOAT32])
             samples[mode].append(sample)
     return {mode: summary(scenes, of_mode) for mode, of_mode in samples.items()}
+
+
+def write_picture(pipes: Mapping[str, Any], path: Path) -> None:
+    """The example's prompt in each mode, from the same noise: a row of frames a mode."""
+    rows = []
+    for pipe in pipes.values():
+        frames = generate(pipe, TRAINED.prompt, 0, output_type="np")
+        shown = np.linspace(0, len(frames) - 1, FRAMES_SHOWN).round().astype(int)
+        rows.append(np.concatenate(list(frames[shown]), axis=1))
+    picture = (np.concatenate(rows) * 255).round().astype(np.uint8)
+    Image.fromarray(picture).resize((picture.shape[1] // 2, picture.shape[0] // 2)).save(path)
 
 
 def show(videos: dict[str, Any]) -> None:
@@ -141,11 +149,16 @@ def show(videos: dict[str, Any]) -> None:
     help=f"Comma-separated, eager first, of {', '.join(MODES)}; those that the device has.",
 )
 @click.option("--captions", type=click.IntRange(1), default=CAPTIONS, show_default=True)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Only write the example's video here: frames in a row, a row a mode.",
+)
 @DEVICE
 @DTYPE
 @record.output_option("quality")
 @torch.no_grad()
-def main(modes, captions, device, dtype, output) -> None:
+def main(modes, captions, picture, device, dtype, output) -> None:
     """Generate videos of held-back captions in each mode, and look for what the captions say."""
     if modes is None:
         left_out = NEED_GPU if device.type == "cpu" else ()
@@ -156,11 +169,15 @@ def main(modes, captions, device, dtype, output) -> None:
         raise click.UsageError("the first mode must be eager, with which the others are compared")
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, _ = models.load_kernel() if injected else (None, None)
+    pipes = {mode: set_up(mode, kernel, device, dtype) for mode in modes}
+    if picture is not None:
+        write_picture(pipes, picture)
+        return
     environment = record.environment(device)
     has_fp8 = not set(FP8_MODES).isdisjoint(modes)
     name, neutral = ("quality/fp8", ("modes",)) if has_fp8 else ("quality", ())
     output = record.destination(output, name, neutral)
-    videos = measure(modes, held_back_scenes(captions), kernel, device, dtype)
+    videos = measure(pipes, held_back_scenes(captions))
     show(videos)
     if output is not None:
         result = {"environment": environment, "dtype": record.dtype_name(dtype)}
