@@ -82,26 +82,28 @@ def test_a_build_of_another_commit_or_of_other_sources_is_refused(tmp_path, buil
         record_suite.check_build(tmp_path, build, CHECKOUT, commit)
 
 
-def test_table_shows_the_newest_run_of_each_card(tmp_path):
-    def add(device, date, **changes):
+def test_table_shows_the_newest_run_of_each_card_and_torch(tmp_path):
+    def add(device, date, torch="2.11.0", **changes):
         environment = {"device": device, "date": f"2026-01-{date}:00:00 UTC", "capability": "9.0"}
-        environment |= {"torch": "2.11.0", "cuda": "13.0", "driver": "580.1", "command": "x"}
+        environment |= {"torch": torch, "cuda": "13.0", "driver": "580.1", "command": "x"}
         counts = {"passed": 5000, "skipped": 40, "failed": 0}
         result = {"environment": environment, "build": "0123abc", "counts": counts, "left_out": []}
         result = {**result, "pytest_arguments": ["--numprocesses", "4"], **changes}
-        history.store("suite", result, tmp_path)
+        history.store(f"suite/torch-{torch}", result, tmp_path)
 
     add("NVIDIA H200", "01 10", build="1111111")
     chosen = ["-m", "not slow", "--numprocesses", "4"]
     add("NVIDIA H200", "03 10", left_out=["tests/a.py"], pytest_arguments=chosen)
     add("NVIDIA H100 80GB HBM3", "01 09")
+    add("NVIDIA H100 80GB HBM3", "04 09", torch="2.13.0")
     ran = ["5000", "40", "0"]
     assert [row[2:] for row in rows_of(tmp_path, "suite")] == [
         ["0123abc", "2026-01-01 09:00:00 UTC", *ran, "nothing"],
         ["0123abc", "2026-01-03 10:00:00 UTC", *ran, 'all but `-m "not slow"`, `a.py`'],
+        ["0123abc", "2026-01-04 09:00:00 UTC", *ran, "nothing"],
     ]
 
 
 def test_records_that_are_kept_are_of_runs_that_passed():
-    for result in history.kept("suite"):
+    for result in history.load(history.path("suite")):
         assert result["counts"]["failed"] == 0 < result["counts"]["passed"], result["environment"]

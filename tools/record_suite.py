@@ -115,7 +115,8 @@ def main(left_out: tuple[str, ...], output: Path | None, pytest_arguments: tuple
         "pytest_arguments": list(pytest_arguments),
         **run_tests(pytest_arguments, left_out),
     }
-    path = record.destination(output, "suite", ("left_out", "pytest_arguments"))
+    name = f"suite/torch-{environment['torch']}"
+    path = record.destination(output, name, ("left_out", "pytest_arguments"))
     assert path is not None  # a suite's record is kept even if files were left out
     record.write(path, result)
     counts = ", ".join(f"{count} {name}" for name, count in result["counts"].items())

@@ -60,6 +60,7 @@ SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
 # diffusers' backends of FlashAttention-3. The first takes no mask. The second gathers the keys that a mask
 # leaves, which cannot be compiled as a full graph.
 FLASH_3, FLASH_3_VARLEN = "_flash_3", "_flash_3_varlen_hub"
+HAVE_DENSE_MASKS = ("HunyuanVideo15Transformer3DModel",)
 NEED_GPU = (REDUCE_OVERHEAD, *GRAPHS_MODES, *FA3_MODES, TORCHAO, TORCHAO_COMPILED)
 DEFAULT_MODES = ("eager", REGIONAL, "injected")
 # Standard deviation, or about that, of the scores of the image's own attention, in nats.
@@ -287,12 +288,12 @@ def compile_blocks(model: torch.nn.Module, **options: object) -> None:
             block.compile(**options)
 
 
-def compile_as(model: torch.nn.Module, mode: str, fa3: str = FLASH_3) -> bool:
-    """As the mode asks for; whether it does. `fa3` is the backend of FlashAttention-3."""
+def compile_as(model: torch.nn.Module, mode: str) -> bool:
+    """As the mode asks for; whether it does."""
     if mode in FA3_MODES:
-        use_flash_attention_3(model, fa3)
+        use_flash_attention_3(model)
     if REGIONAL in mode:
-        compile_blocks(model, fullgraph=mode != FA3 or fa3 == FLASH_3)
+        compile_blocks(model, fullgraph=mode != FA3 or flash_attention_3(model) == FLASH_3)
     elif mode == REDUCE_OVERHEAD:
         compile_whole(model, mode="reduce-overhead")
     elif mode.endswith("compiled"):
@@ -302,16 +303,26 @@ def compile_as(model: torch.nn.Module, mode: str, fa3: str = FLASH_3) -> bool:
     return True
 
 
-def use_flash_attention_3(model: torch.nn.Module, backend: str = FLASH_3) -> None:
+def flash_attention_3(model: torch.nn.Module) -> str | None:
+    """diffusers' backend of FlashAttention-3 for the model's self-attentions, if they take a backend."""
+    if not any(_self_attentions(model)):
+        return None
+    return FLASH_3_VARLEN if type(model).__name__ in HAVE_DENSE_MASKS else FLASH_3
+
+
+def use_flash_attention_3(model: torch.nn.Module) -> None:
     """Have the self-attentions of a model run on FlashAttention-3, as diffusers' attention backend, from the
     wheel fa3-fwd.
 
     diffusers finds FlashAttention-3 only as it is built from source, under other names, or on the Hub.
-    ValueError if none of the attentions has an attention backend.
+    ValueError if none of the attentions takes a backend.
     """
     import fa3_fwd_interface
     from diffusers.models import attention_dispatch
 
+    backend = flash_attention_3(model)
+    if backend is None:
+        raise ValueError("its attention has no backend to choose")
     name = attention_dispatch.AttentionBackendName(backend)
     if backend == FLASH_3:
         attention_dispatch.flash_attn_3_func = fa3_fwd_interface.flash_attn_func
@@ -319,16 +330,16 @@ def use_flash_attention_3(model: torch.nn.Module, backend: str = FLASH_3) -> Non
     else:
         on_hub = attention_dispatch._HUB_KERNELS_REGISTRY[name]
         on_hub.kernel_fn = fa3_fwd_interface.flash_attn_varlen_func
-    processors = [
-        processor
-        for name_, module in model.named_modules()
-        if name_.rpartition(".")[2] in SELF_ATTENTION
-        and hasattr(processor := getattr(module, "processor", None), "_attention_backend")
-    ]
-    if not processors:
-        raise ValueError("its attention has no backend to choose")
-    for processor in processors:
+    for processor in _self_attentions(model):
         processor._attention_backend = name
+
+
+def _self_attentions(model: torch.nn.Module) -> Iterator[Any]:
+    """The processors of self-attentions that take a backend."""
+    for name, module in model.named_modules():
+        processor = getattr(module, "processor", None)
+        if name.rpartition(".")[2] in SELF_ATTENTION and hasattr(processor, "_attention_backend"):
+            yield processor
 
 
 def fp8_layers(model: torch.nn.Module) -> list[str]:

@@ -62,8 +62,6 @@ class Pipeline:
     """A pipeline and the number of steps that are timed, of those that the model's card recommends.
 
     Attributes:
-        fa3: diffusers' backend of FlashAttention-3 for the model's self-attention; None if its attention
-            takes no backend.
         lora_rank: of an adapter on all linear layers of the blocks; 0 for none.
     """
 
@@ -72,7 +70,6 @@ class Pipeline:
     steps: int
     published_steps: int
     channels_last: bool = False
-    fa3: str | None = models.FLASH_3
     lora_rank: int = 0
 
     def build(self, device: torch.device, dtype: torch.dtype, tiny: bool) -> Any:
@@ -84,13 +81,14 @@ class Pipeline:
             add_lora(self.denoiser(pipe), self.lora_rank)
         return pipe
 
-    def modes(self, modes: list[str]) -> list[str]:
+    def modes(self, pipe: Any, modes: list[str]) -> list[str]:
         """Those of the modes that the pipeline has.
 
         Eager with FlashAttention-3 is measured where diffusers recommends it: in place of a dense mask.
         """
-        left_out = set(models.FA3_MODES) if self.fa3 is None else set()
-        if self.fa3 != models.FLASH_3_VARLEN:
+        fa3 = models.flash_attention_3(self.denoiser(pipe))
+        left_out = set(models.FA3_MODES) if fa3 is None else set()
+        if fa3 != models.FLASH_3_VARLEN:
             left_out.add(models.EAGER_FA3)
         return [mode for mode in modes if mode not in left_out]
 
@@ -192,20 +190,15 @@ PIPELINES = {
     "flux2": _published("FLUX.2-dev", "flux2", 5),
     "flux3": Pipeline("FLUX.3", FLUX3, 10, 50),
     "qwenimage": _published("Qwen-Image", "qwenimage", 10, size=(1024, 1024)),
-    "sd3": _published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}, fa3=None),
+    "sd3": _published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}),
     "z_image": _published("Z-Image-Turbo", "z-image", 9),
-    "sdxl": _published(
-        "Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True, fa3=None
-    ),
+    "sdxl": _published("Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True),
     "wan": _published(
         "Wan 2.1 14B", "wan", 2, {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
     ),
     "ltx": _published("LTX-Video 2B", "ltx", 20),
     "ltx2": _published("LTX-2", "ltx2", 3),
-    # Its attention has a dense mask.
-    "hunyuan_video15": _published(
-        "HunyuanVideo 1.5", "hunyuan-video15", 2, fa3=models.FLASH_3_VARLEN
-    ),
+    "hunyuan_video15": _published("HunyuanVideo 1.5", "hunyuan-video15", 2),
 }
 
 
@@ -272,7 +265,7 @@ def set_up(
     twin = pipeline.twin(pipe)
     models.quantize_for(pipeline.denoiser(twin), mode)
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
-    models.compile_as(pipeline.denoiser(twin), mode, pipeline.fa3 or models.FLASH_3)
+    models.compile_as(pipeline.denoiser(twin), mode)
     return pipeline.call(twin, tiny), twin, report
 
 
@@ -328,7 +321,7 @@ def measure(
     does_not_fit = []
     with models.weights(pipeline.denoiser(pipe), WEIGHTS):
         calls, results, reports = {}, {}, {}
-        for mode in pipeline.modes(modes):
+        for mode in pipeline.modes(pipe, modes):
             has_graphs = mode in models.GRAPHS_MODES
             before = held_bytes(device, has_graphs)
             begin = time.perf_counter()

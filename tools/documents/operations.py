@@ -362,8 +362,9 @@ def kind_of_suite(result: dict) -> str:
 
 @table
 def suite(results: Path) -> str:
-    """The test suite's last run on each card."""
-    of_card = {history.card(r["environment"]): r for r in history.kept("suite", results)}
+    """The test suite's last run on each card with each version of Torch."""
+    kept = sorted(history.load(history.path("suite", results)), key=history.date)
+    of_card = {(history.card(r["environment"]), r["environment"]["torch"]): r for r in kept}
     rows = [
         [
             result["environment"]["device"],
