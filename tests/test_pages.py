@@ -35,7 +35,8 @@ def texts(*paths):
 
 
 PAGES = texts("README.md", "docs/**/*.md")
-OTHER_PAGES = ("CHANGELOG.md", "SECURITY.md", "docs/architecture.md", "docs/injection.md")
+INJECTION = [f"docs/{name}.md" for name in ("using", "models", "limits", "graphs")]
+OTHER_PAGES = ("CHANGELOG.md", "SECURITY.md", "docs/architecture.md", *INJECTION)
 LINKED = texts("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/README.md")
 BENCHMARKS = [page for page in PAGES if page.startswith("docs/benchmarks")]
 every_page = pytest.mark.parametrize("page", PAGES)
@@ -261,7 +262,7 @@ def test_functions_of_the_table_exist_with_their_arguments(kernel):
 
 
 def test_models_of_the_table_are_those_injected_in_full(kernel):
-    told = re.findall(r"`(\w+)`", "\n".join(table("docs/injection.md", "family")))
+    told = re.findall(r"`(\w+)`", "\n".join(table("docs/models.md", "family")))
     inject = sys.modules[f"{kernel.__name__}.injection.inject"]
     models = (model for family in inject.FAMILIES for model in family.models)
     assert sorted(told) == sorted(model.path.partition(":")[2] for model in models)
