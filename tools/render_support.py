@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Write docs/support.md, what works with what, and docs/support_tests.md, the tests that show it.
+"""Write docs/support.md, what works with what, from docs/support.toml, or list the tests of each feature.
 
-Both are made from docs/support.toml.
-
-python tools/render_support.py            # write
-python tools/render_support.py --check    # exit with 1 if a page differs from what the TOML says
+python tools/render_support.py            # write docs/support.md
+python tools/render_support.py --check    # exit with 1 if the page differs from what the TOML says
+python tools/render_support.py --tests    # write the tests of each feature to outputs/support_tests.md
 """
 
 from __future__ import annotations
 
 import collections
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ else:
 CHECKOUT = Path(__file__).resolve().parents[1]
 SOURCE = CHECKOUT / "docs" / "support.toml"
 PAGE = CHECKOUT / "docs" / "support.md"
-TESTS_PAGE = CHECKOUT / "docs" / "support_tests.md"
-TESTS = "../tests"  # relative to the pages
+TESTS_PAGE = CHECKOUT / "outputs" / "support_tests.md"  # not stored in Git
+TESTS = "../tests"  # relative to that page
 
 # A column of the page each.
 COLUMNS = {
@@ -34,24 +34,25 @@ COLUMNS = {
     "models": "models in full",
     "others": "models in part",
 }
-UNTRIED = {"not tried", "not built"}
+UNTRIED = {"not tried", "not built", "not supported"}
 # How much of a model runs on the kernels, as reports say, and what that means on the page.
 LEVELS = {
-    "in full": "Its blocks are known as a whole.",
-    "in part": "Its norms, activations and attentions run on the kernels, one by one.",
-    "not at all": "It has no part that there is a kernel for. With `cuda_graphs=True`: only in CUDA graphs.",
+    "in full": "Its blocks are replaced as a whole.",
+    "in part": "Its norms, activations and attentions are replaced one by one.",
+    "not at all": "No kernel replaces any of its modules. With `cuda_graphs=True`: only in CUDA graphs.",
     "no forward": "Other models take its layers.",
 }
 
 HEAD = """\
 # What works with what
 
-The columns: operations; layers for `kernels.kernelize`; models that `inject_kernels` replaces in full; all
-other models of diffusers, which it replaces in part ([list](injection.md)). An empty cell means that the
-feature does not apply or was not tried there. A word after a family's name holds for that family, a word
-before it for all others. The tests of each feature are in [support_tests.md](support_tests.md).
+Columns: operations called as functions; layers for `kernels.kernelize`; models in full, whose blocks are
+replaced as a whole; models in part, in which single modules are replaced ([which is which](models.md)). An
+empty cell: the feature does not apply there, or was not tested. "kernels; SD3: in part" means `kernels` for
+all families except SD3.
 
 [Every model of diffusers](#every-model-of-diffusers) lists the classes by level.
+`python tools/render_support.py --tests` lists the tests of each feature.
 
 Written by `tools/render_support.py` from `support.toml`.
 """
@@ -65,9 +66,9 @@ model of each and checks its outputs, signatures, ejection, and graph breaks und
 TESTS_HEAD = """\
 # Tests of each feature
 
-The tests that show what [support.md](support.md) says, by feature.
+The tests that show what [support.md](../docs/support.md) says, by feature.
 
-Written by `tools/render_support.py` from `support.toml`.
+Written by `tools/render_support.py --tests` from `docs/support.toml`.
 """
 
 
@@ -202,33 +203,46 @@ def _links(tests: tuple[str, ...]) -> str:
     )
 
 
-def render(table: Table) -> dict[Path, str]:
-    """Both pages."""
+def render(table: Table) -> str:
+    """docs/support.md."""
     legend = "\n".join(f"- **{name}**: {text}" for name, text in table.behaviours.items())
-    page, tests = [HEAD, legend], [TESTS_HEAD]
-    for section, title in table.sections.items():
-        features = [feature for feature in table.features if feature.section == section]
-        page += [f"## {title}", _table(features, table.families)]
+    parts = [HEAD, legend]
+    for title, features in _sections(table):
+        parts += [f"## {title}", _table(features, table.families)]
+    return _page([*parts, LEVELS_HEAD, _level_table(table.level)])
+
+
+def render_tests(table: Table) -> str:
+    """The page of the tests of each feature."""
+    parts = [TESTS_HEAD]
+    for title, features in _sections(table):
         lines = [f"- {f.feature}: {_links(f.tests)}" for f in features if f.tests]
-        tests += [f"## {title}", "\n".join(lines)]
-    page += [LEVELS_HEAD, _level_table(table.level)]
-    return {
-        path: "\n\n".join(part.strip("\n") for part in parts) + "\n"
-        for path, parts in ((PAGE, page), (TESTS_PAGE, tests))
-    }
+        parts += [f"## {title}", "\n".join(lines)]
+    return _page(parts)
+
+
+def _sections(table: Table) -> Iterator[tuple[str, list[Feature]]]:
+    for section, title in table.sections.items():
+        yield title, [feature for feature in table.features if feature.section == section]
+
+
+def _page(parts: list[str]) -> str:
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 @click.command(help=__doc__.split("\n\n")[0])
-@click.option("--check", is_flag=True, help="Compare, and write nothing.")
-def main(check: bool) -> None:
-    for path, text in render(load()).items():
-        is_current = path.exists() and path.read_text(encoding="utf-8") == text
-        if check:
-            if not is_current:
-                raise click.ClickException(f"{path.name} is stale: run tools/render_support.py.")
-        elif not is_current:
-            path.write_text(text, encoding="utf-8")
-            click.echo(f"Wrote {path}")
+@click.option("--check", is_flag=True, help="Compare the page, and write nothing.")
+@click.option("--tests", is_flag=True, help="Write the tests of each feature instead.")
+def main(check: bool, tests: bool) -> None:
+    table = load()
+    path, text = (TESTS_PAGE, render_tests(table)) if tests else (PAGE, render(table))
+    if check:
+        if path.read_text(encoding="utf-8") != text:
+            raise click.ClickException(f"{path.name} is stale: run tools/render_support.py.")
+        return
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    click.echo(f"Wrote {path}")
 
 
 if __name__ == "__main__":
