@@ -18,12 +18,14 @@ from .common import (
     milliseconds,
     setup,
     size_name,
+    span,
     table,
     times,
 )
 from .pipelines import FP8, gibibytes, label, named, run_of, seconds
 
 FP8_MODELS = ("ltx", "flux", "flux2", "qwenimage", "wan")
+WEIGHTS = {"peaked": "as trained", "outliers": "with outliers"}
 FAST = "injected+precision-fp8-fast"
 COMPARED = ("eager", "injected", models.TORCHAO, models.INJECTED_FP8)
 
@@ -57,7 +59,8 @@ def forwards(results: Path) -> Iterator[tuple[list[str], dict, dict]]:
     for result in model_results(results):
         for size, entry in result["sizes"].items():
             for weights, of_weights in entry["weights"].items():
-                yield [f"{result['model']} {size_name(size)}", weights], entry, of_weights
+                row = [f"{result['model']} {size_name(size)}", WEIGHTS[weights]]
+                yield row, entry, of_weights
 
 
 @table
@@ -110,6 +113,20 @@ def fp8_distances(results: Path) -> str:
     headers = ["distances, 10⁻³", "weights", "eager", "injected", "FP8 by torchao", "FP8 injected"]
     headers += ["over eager", "over torchao"]
     return markdown(rows, headers) + setup(*model_results(results))
+
+
+@figure
+def fp8_distance(results: Path) -> str:
+    """The distance of models with `precision="fp8"` from float32, over eager's."""
+    modes = [of_weights["modes"] for _, _, of_weights in forwards(results)]
+    return span(
+        [
+            each[FP8]["distance_from_float32"] / each["eager"]["distance_from_float32"]
+            for each in modes
+            if FP8 in each
+        ],
+        1,
+    )
 
 
 @table

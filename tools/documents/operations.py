@@ -12,7 +12,7 @@ from benchmarks.harness import history
 from attention_inputs import EXTREMES, NORMAL
 
 from .chosen import BROKEN_OVER_EAGER, FAMILIES, is_broken
-from .common import card, figure, footnote, load, markdown, setup, table, times
+from .common import card, figure, footnote, load, markdown, setup, span, table, times
 
 LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
@@ -288,12 +288,32 @@ def attention_accuracy(results: Path) -> str:
     return markdown(rows, headers) + setup(result)
 
 
+def self_attention_over_fa3(results: Path, extreme: bool, usual_heads: bool) -> list[float]:
+    """Times as fast as FlashAttention-3 on these inputs, for heads of 64 and 128 elements or for others."""
+    return [
+        measured["cold"]["over"]["fa3"]
+        for entry in load(results, "attention")["workloads"]
+        for kind, measured in entry["inputs"].items()
+        if (kind in EXTREMES) == extreme
+        and (entry["shape"][-1] in (64, 128)) == usual_heads
+        and entry["shape"][1] == entry["shape"][2]
+        and "fa3" in measured["cold"]["over"]
+    ]
+
+
+@figure
+def attention_typical(results: Path) -> str:
+    return span(self_attention_over_fa3(results, extreme=False, usual_heads=True))
+
+
+@figure
+def attention_other_heads(results: Path) -> str:
+    return span(self_attention_over_fa3(results, extreme=False, usual_heads=False))
+
+
 @figure
 def attention_worst(results: Path) -> str:
-    """The lowest speed of attention over FlashAttention-3's, on all inputs and shapes."""
-    entries = load(results, "attention")["workloads"]
-    over = [of["cold"]["over"].get("fa3") for e in entries for of in e["inputs"].values()]
-    return f"{min(value for value in over if value is not None):.2f}"
+    return f"{min(self_attention_over_fa3(results, extreme=True, usual_heads=True)):.2f}"
 
 
 # -- Limits of the GPU -------------------------------------------------------------------------
@@ -378,3 +398,10 @@ def suite(results: Path) -> str:
     ]
     headers = ["GPU", "torch", "build", "date", "passed", "skipped", "failed", "left out"]
     return markdown(rows, headers)
+
+
+@figure
+def tested_torch(results: Path) -> str:
+    """The versions of Torch with which the suite ran on a GPU."""
+    kept = [r["environment"] for r in history.load(history.path("suite", results))]
+    return ", ".join(sorted({f"{e['torch']} (CUDA {e['cuda']})" for e in kept}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,6 +144,14 @@ def named(results: Path, name: str) -> dict:
 def unmasked(results: Path) -> list[dict]:
     """The pipelines whose default attention takes no dense mask."""
     return [entry for entry in entries(results) if models.EAGER_FA3 not in entry["modes"]]
+
+
+@figure
+def pipelines_named(results: Path) -> str:
+    """Of the pipelines whose ranges are stated."""
+    suffixes = re.compile(r"(-dev|-Turbo| \d+B| Large| with .*|,.*)$")
+    names = list(dict.fromkeys(suffixes.sub("", entry["title"]) for entry in unmasked(results)))
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 @figure

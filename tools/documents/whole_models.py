@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def rows_of_models(
 
 @table
 def summary_models(results: Path) -> str:
-    """The injected forward of each model beside the eager and the compiled one, with peaked weights."""
+    """The injected forward of each model beside the eager and the compiled one."""
 
     def cells(_: dict, forward: chosen.Forward) -> list[str]:
         times_ms = (forward.eager, forward.compiled, forward.injected)
@@ -116,18 +117,13 @@ def injected_over(results: Path, names: Iterable[str], other: str) -> str:
     return span([getattr(forward, f"over_{other}") for forward in shown])
 
 
-for label, names in {"families": chosen.IN_FULL, "in_part": chosen.IN_PART}.items():
+# HunyuanVideo 1.5's default attention has a dense mask.
+of_full = [name for name in chosen.IN_FULL if name != "hunyuan_video15"]
+for label, names in {"families": of_full, "in_part": list(chosen.IN_PART)}.items():
     for other in ("eager", "compiled"):
         FIGURES[f"{label}_over_{other}"] = functools.partial(
             injected_over, names=names, other=other
         )
-
-
-@figure
-def models_card(results: Path) -> str:
-    """The card of the table of all models."""
-    devices = {r["environment"]["device"] for r in chosen.of_one_build(results).values()}
-    return ", ".join(devices) or NOT_MEASURED
 
 
 @figure
@@ -243,9 +239,24 @@ def operations_error(results: Path) -> str:
     return f"{max(e['ratio'] for e in load(results, 'accuracy')['operations']):.3f}"
 
 
+def distances_over_eager(results: Path) -> dict[str, list[float]]:
+    """The injected models' distances from float32 over eager's, by model."""
+    of_models = {
+        name: [forward.distance_over_eager for forward in chosen.forwards(result)]
+        for name, result in chosen.of_one_build(results).items()
+    }
+    known = {name: list(filter(None, values)) for name, values in of_models.items()}
+    return {name: values for name, values in known.items() if values}
+
+
 @figure
-def model_error(results: Path) -> str:
-    return f"{max(entry['ratio'] for entry in load(results, 'accuracy')['models']):.3f}"
+def models_distance(results: Path) -> str:
+    return span([value for values in distances_over_eager(results).values() for value in values])
+
+
+@figure
+def models_distance_count(results: Path) -> str:
+    return f"{len(distances_over_eager(results))} models"
 
 
 def decibels(psnr: dict | None, missing: str) -> str:
@@ -284,6 +295,21 @@ def fp8_quality(results: Path) -> str:
     return videos(results, "quality/fp8")
 
 
+def detected(results: Path, mode: str) -> str:
+    """The share of all properties of figures that the detector finds, of color, motion and shape alike."""
+    right = load(results, "quality/fp8")["videos"][mode]["right"]
+    return f"{statistics.fmean(right.values()):.1%}"
+
+
+for name, mode in {"eager": "eager", "injected": "injected", "fp8": models.INJECTED_FP8}.items():
+    FIGURES[f"detected_{name}"] = functools.partial(detected, mode=mode)
+
+
+@figure
+def quality_captions(results: Path) -> str:
+    return str(load(results, "quality/fp8")["captions"])
+
+
 # -- Training ----------------------------------------------------------------------------------
 
 
@@ -313,6 +339,21 @@ def training(results: Path) -> str:
         *("eager", "injected", "eager over injected"),
     ]
     return markdown(rows, headers) + setup(result)
+
+
+def training_over_eager(results: Path, part: str) -> str:
+    """The time of a step over eager's."""
+    modes = load(results, "training")["blocks"]["modes"]
+    injected, eager = (modes[mode][part] for mode in ("injected", "eager"))
+    if isinstance(injected, dict):
+        injected, eager = injected["median"], eager["median"]
+    return f"{injected / eager:.2f}"
+
+
+FIGURES["training_wall"] = functools.partial(training_over_eager, part="forward and backward")
+FIGURES["training_gpu"] = functools.partial(
+    training_over_eager, part="forward and backward, GPU time"
+)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -410,7 +451,7 @@ def parallel(results: Path) -> str:
 
 @table
 def parallel_modelled(results: Path) -> str:
-    """One rank's own time, and with the time of the bytes that it would send."""
+    """One rank's compute time, and with the time of the bytes that it would send."""
 
     def cells(entry: dict, eager: dict | None, injected: dict | None) -> list[str]:
         sent = (injected or {}).get("sent_bytes")
@@ -421,7 +462,7 @@ def parallel_modelled(results: Path) -> str:
             speedup(injected),
         ]
 
-    headers = ["own time: eager", "injected", "over eager", "sent, injected"]
+    headers = ["compute time: eager", "injected", "over eager", "sent, injected"]
     headers += ["modelled time, injected", "over one GPU"]
     return rendered(results, MODELLED, headers, cells)
 
