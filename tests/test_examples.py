@@ -24,6 +24,7 @@ from processes import run_python
 sys.path.insert(0, str(CHECKOUT / "examples"))
 import generate
 import measure
+
 import pipelines
 
 pytestmark = pytest.mark.usefixtures("_one_thread")

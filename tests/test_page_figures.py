@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-import render_docs
 from benchmarks.harness import history
+
+import render_docs
 from conftest import CHECKOUT
 
 PAGES = {
@@ -47,7 +48,9 @@ def column(rows, header):
 
 def speedups():
     """Rows of README's table whose ranges its first sentences state."""
-    return [row for row in table("README.md", "summary_pipelines") if "Hunyuan" not in row["pipeline"]]
+    return [
+        row for row in table("README.md", "summary_pipelines") if "Hunyuan" not in row["pipeline"]
+    ]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CARD.md"])
@@ -94,7 +97,9 @@ def test_prose_states_no_condition_of_a_run(page):
     text = PAGES[page]
     for pattern in (render_docs.TABLE, render_docs.FIGURE):
         text = pattern.sub(" ", text)
-    assert CONDITION.findall("at its power limit, medians of three rounds, on an H100, 11 pipelines")
+    assert CONDITION.findall(
+        "at its power limit, medians of three rounds, on an H100, 11 pipelines"
+    )
     assert not CONDITION.findall(" ".join(text.split()))
 
 

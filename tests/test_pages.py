@@ -17,6 +17,8 @@ import torch
 import yaml
 from diffusers import LTXPipeline
 
+from benchmarks import FOLDERS
+
 import render_docs
 from builder.card import render_card
 from builder.package import read_toml
@@ -96,6 +98,30 @@ def check_python(script, *words):
     }
     asked = {word.split("=")[0] for word in words if word.startswith("-")}
     assert asked <= known, f"{script} has no {asked - known}"
+
+
+def imported(script):
+    """The modules that a script imports, in their order."""
+    for node in ast.parse((CHECKOUT / script).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+
+
+SCRIPTS = [
+    p
+    for p in sorted(str(p.relative_to(CHECKOUT)) for p in (CHECKOUT / "benchmarks").rglob("*.py"))
+    if "sys.path.insert" in (CHECKOUT / p).read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_benchmark_finds_what_it_imports(script):
+    """Importing benchmarks puts other folders on the path of a script."""
+    found = {path.stem for folder in FOLDERS for path in (CHECKOUT / folder).glob("*.py")}
+    modules = list(imported(script))
+    assert not found.intersection(modules[: modules.index("benchmarks")])
 
 
 def check_command(line):

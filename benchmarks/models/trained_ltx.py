@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from clips import Scene, random_scene
 from detect import detect, score
+
 from pipelines import MODELS, SIZE, trained_pipeline
 
 TRAINED = MODELS["ltx"].trained

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +39,6 @@ from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseBlocks
 from diffusers.modular_pipelines.modular_pipeline import SequentialPipelineBlocks
 from peft import LoraConfig
-from pipelines import FLOW, MODELS, Model, call_arguments, random_parts, random_pipeline
 from tabulate import tabulate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -46,6 +47,7 @@ from benchmarks.harness import clocks, cuda_graphs, record, timing
 from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named, modes_on, modes_option
 
 from accuracy import psnr
+from pipelines import FLOW, MODELS, Model, call_arguments, random_parts, random_pipeline
 
 WEIGHTS = "peaked"
 FP8 = "injected+precision-fp8"
@@ -332,6 +334,7 @@ def measure(
                 click.echo(f"{pipeline.title} {mode}: does not fit beside the other modes' weights")
                 does_not_fit.append(mode)
                 call = twin = None
+                gc.collect()
                 continue
             timing.synchronize(device)
             first = time.perf_counter() - begin
@@ -419,8 +422,15 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "pipelines": [],
     }
     output = record.destination(output, "pipelines", ("pipelines",))
+    failed = []
     for pipeline in pipelines:
-        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
+        try:
+            entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
+        except Exception:  # the others take long
+            traceback.print_exc()
+            failed.append(pipeline.title)
+            models.free(device)
+            continue
         result["pipelines"].append(entry)
         if output is not None:
             record.write(output, result)
@@ -428,6 +438,8 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         models.free(device)
     if output is not None:
         click.echo(f"\nWrote {output}")
+    if failed:
+        raise click.ClickException(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
