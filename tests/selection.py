@@ -5,7 +5,7 @@ A function whose cases take less than a second in all runs whole. Of any other, 
 - each value of each parameter once, or three times with `drawn(times=3)`,
 - with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
 - each case once in `PERIOD` consecutive seeds, or a fifth of the cases alone with `drawn(times=0, period=5)`,
-- all cases if the function is marked `whole`, and those that tools/seeded_faults.toml names.
+- all cases if the function is marked `whole`, and those that tools/quality/seeded_faults.toml names.
 
 `seconds.json` has the seconds of the functions that take a second or more. `make test-full
 PYTEST_ARGS=--record-seconds` writes it.

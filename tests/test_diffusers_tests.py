@@ -1,4 +1,4 @@
-"""tools/diffusers_tests.py: models get kernels at birth, and tests whose outcomes differ are found."""
+"""diffusers_tests.py: models get kernels at birth, and tests whose outcomes differ are found."""
 
 import diffusers
 import pytest

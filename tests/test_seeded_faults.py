@@ -1,4 +1,4 @@
-"""tools/seeded_faults.toml: each fault applies to this checkout, and its tests exist."""
+"""tools/quality/seeded_faults.toml: each fault applies to this checkout, and its tests exist."""
 
 import pytest
 

@@ -38,7 +38,7 @@ step_test() {
   for file in $LEFT_OUT; do
     arguments+=(--leave-out "$file")
   done
-  "$PYTHON" tools/record_suite.py "${arguments[@]}" -- --slowest 20 ${DRAW:+--draw "$DRAW"} \
+  "$PYTHON" tools/quality/record_suite.py "${arguments[@]}" -- --slowest 20 ${DRAW:+--draw "$DRAW"} \
     --numprocesses "$PROCESSES" --dist worksteal
 }
 

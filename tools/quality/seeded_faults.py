@@ -1,11 +1,11 @@
 """Apply known faults to a copy of the checkout, one at a time, and check that the tests find each.
 
-The faults are in tools/seeded_faults.toml. Each is built and tested on the CPU. The checkout is not changed.
+The faults are in seeded_faults.toml. Each is built and tested on the CPU. The checkout is not changed.
 
-    python tools/seeded_faults.py                       # all faults
-    python tools/seeded_faults.py mask_dropped          # one
-    python tools/seeded_faults.py --baseline            # all listed tests, without a fault
-    python tools/seeded_faults.py --draws 5 --jobs 16   # only what `make test` draws, with five seeds each
+    python tools/quality/seeded_faults.py                       # all faults
+    python tools/quality/seeded_faults.py mask_dropped          # one
+    python tools/quality/seeded_faults.py --baseline            # all listed tests, without a fault
+    python tools/quality/seeded_faults.py --draws 5 --jobs 16   # what `make test` draws with five seeds
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-SOURCE = CHECKOUT / "tools" / "seeded_faults.toml"
+CHECKOUT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_suffix(".toml")
 PACKAGE = "torch-ext/h100_diffusers_kernels/"
 REPO_ID = "org/h100-diffusers-kernels"
 PASSED, FAILED = 0, 1  # pytest's exit codes

@@ -5,8 +5,8 @@ files beside it. A model gets its kernels at the end of its `__init__`. Tests wh
 in both ways, one after the other, and are listed if they differ again:
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers /tmp/diffusers
-    python tools/diffusers_tests.py /tmp/diffusers tests/models --processes 15 --output /tmp/outcomes.json
-    python tools/diffusers_tests.py /tmp/diffusers tests/models/autoencoders -- -k "offload"
+    python tools/quality/diffusers_tests.py /tmp/diffusers tests/models --processes 15 --output /tmp/out.json
+    python tools/quality/diffusers_tests.py /tmp/diffusers tests/models/autoencoders -- -k "offload"
 
 The package `parameterized` is needed, too. Its exit status is 1 if outcomes differ.
 """
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 KERNEL_ID = "org/h100-diffusers-kernels"
 INJECTED, OUTCOMES = "DIFFUSERS_TESTS_INJECTED", "DIFFUSERS_TESTS_OUTCOMES"
 PLAIN_AND_INJECTED = ("plain", "injected")
@@ -108,7 +108,7 @@ def run(
             "HF_HUB_OFFLINE": "1",
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                [str(CHECKOUT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             ),
             INJECTED: str(int(is_injected)),
             OUTCOMES: str(path),

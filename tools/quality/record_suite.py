@@ -3,8 +3,8 @@
 The record goes to benchmarks/results/suite.json, even if tests fail. The tested build
 must be this checkout's: it has the same Python sources and, if Git knows the commit, the same commit.
 
-    python tools/record_suite.py -- --numprocesses 15 --dist worksteal
-    python tools/record_suite.py --leave-out tests/test_examples.py
+    python tools/quality/record_suite.py -- --numprocesses 15 --dist worksteal
+    python tools/quality/record_suite.py --leave-out tests/test_examples.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import click
 import torch
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT))
 from benchmarks import models  # noqa: E402
 from benchmarks.harness import history, record  # noqa: E402
