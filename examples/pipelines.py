@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import string
 import zlib
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ import torch
 from huggingface_hub import HfApi
 from kernels import get_kernel
 
-KERNEL_ID = "org/h100-diffusers-kernels"
-KERNEL_VERSION = 1
 CHECKOUT = Path(__file__).resolve().parents[1]
+BUILD_TOML = (CHECKOUT / "build.toml").read_text(encoding="utf-8")
+KERNEL_ID = re.findall(r'^repo-id = "(.+)"$', BUILD_TOML, re.MULTILINE)[0]
+KERNEL_VERSION = int(re.findall(r"^version = (\d+)$", BUILD_TOML, re.MULTILINE)[0])
 
 # Arguments of the pipelines; and their values for a small model.
 SIZE = ("num_inference_steps", "height", "width", "num_frames")

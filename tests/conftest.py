@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from processes import one_thread
 # Values are compared with float64: convolutions must compute in float32.
 torch.backends.cudnn.allow_tf32 = False
 
-REPO_ID = "org/h100-diffusers-kernels"
 CHECKOUT = Path(__file__).resolve().parents[1]
+BUILD_TOML = (CHECKOUT / "build.toml").read_text(encoding="utf-8")
+REPO_ID = re.search(r'^repo-id = "(.+)"$', BUILD_TOML, re.MULTILINE)[1]
+VERSION = int(re.search(r"^version = (\d+)$", BUILD_TOML, re.MULTILINE)[1])
 # kernel-builder has only tests/, the package and its sources. There tests that need more are not collected.
 if not (CHECKOUT / "reference").is_dir():
     collect_ignore_glob = ["test_[!k]*.py"]
@@ -27,7 +30,7 @@ def load_kernel():
     os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={CHECKOUT}")
     from kernels import get_kernel
 
-    return get_kernel(REPO_ID, version=1, trust_remote_code=True)
+    return get_kernel(REPO_ID, version=VERSION, trust_remote_code=True)
 
 
 @pytest.fixture(scope="session")

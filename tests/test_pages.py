@@ -22,7 +22,7 @@ from benchmarks import FOLDERS
 import render_docs
 from builder.card import render_card
 from builder.package import read_toml
-from conftest import CHECKOUT
+from conftest import CHECKOUT, REPO_ID, VERSION
 from inputs import FP8_OPERATIONS, TABLE
 from ltx_models import snapshot
 from processes import run
@@ -336,6 +336,20 @@ def test_issue_forms_ask_for_what_can_be_had(capsys):
     output = capsys.readouterr().out
     for name in ("Python", "CUDA", "torch", "diffusers", "kernels"):
         assert name in output
+
+
+def test_the_repository_and_its_version_are_those_of_build_toml():
+    """Wherever a page, an example or a docstring names them."""
+    folders = ("benchmarks", "examples", "tests", "tools", "torch-ext")
+    code = texts(
+        "*.toml", ".github/**/*.yml", "examples/*.ipynb", *(f"{f}/**/*.py" for f in folders)
+    )
+    owner, name = REPO_ID.split("/")
+    for path, text in {**LINKED, **code}.items():
+        owners = re.findall(rf"([\w.-]+)(?:/|--){name}\b", text)
+        assert {found.removeprefix("kernels--") for found in owners} <= {owner}, path
+        versions = re.findall(rf"(?:{name}|\.\.\.)\W+[^)]*?\bversion=(\d+)", text)
+        assert {int(version) for version in versions} <= {VERSION}, path
 
 
 # -- Links -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import kernels
 
-from builder.package import read_toml
+from builder.package import hub_name, read_toml
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 # What kernel-builder adds to pythonCheckInputs (nix-builder/lib/build.nix).
@@ -56,7 +56,7 @@ def run_tests() -> int:
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     names = [*OWN_INPUTS, *check_inputs((CHECKOUT / "flake.nix").read_text())]
     environment["VISIBLE_PACKAGES"] = " ".join(names)
-    environment["LOCAL_KERNELS"] = f"{toml['general']['hub']['repo-id']}={build}"
+    environment["LOCAL_KERNELS"] = f"{hub_name(CHECKOUT)[0]}={build}"
     environment.pop("LD_LIBRARY_PATH", None)
     with tempfile.TemporaryDirectory() as folder:
         for file in source_set(toml):

@@ -20,7 +20,9 @@ import torch
 from benchmarks import CHECKOUT
 from benchmarks.models import outliers
 
-KERNEL_ID = "org/h100-diffusers-kernels"
+from builder.package import hub_name
+
+KERNEL_ID, VERSION = hub_name(CHECKOUT)
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
 # Self-attention by FlashAttention-3.
@@ -82,7 +84,7 @@ def load_kernel() -> tuple[ModuleType, float]:
     if (CHECKOUT / "build").is_dir():
         os.environ.setdefault("LOCAL_KERNELS", f"{KERNEL_ID}={CHECKOUT}")
     begin = time.perf_counter()
-    kernel = get_kernel(KERNEL_ID, version=1, trust_remote_code=True)
+    kernel = get_kernel(KERNEL_ID, version=VERSION, trust_remote_code=True)
     return kernel, time.perf_counter() - begin
 
 

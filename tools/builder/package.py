@@ -86,6 +86,12 @@ def read_toml(root: Path) -> dict:
     return toml
 
 
+def hub_name(root: Path) -> tuple[str, int]:
+    """The repository on the Hub and the version that build.toml names."""
+    general = read_toml(root)["general"]
+    return general["hub"]["repo-id"], general["version"]
+
+
 def check_sources(root: Path, tables: list[dict]) -> None:
     """Checks that all files listed in one build's tables exist and are listed once."""
     compiled: Counter[str] = Counter()

@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-KERNEL_ID = "org/h100-diffusers-kernels"
+sys.path.insert(0, str(CHECKOUT / "tools"))
+from builder.package import hub_name  # noqa: E402
+
+KERNEL_ID, VERSION = hub_name(CHECKOUT)
 INJECTED, OUTCOMES = "DIFFUSERS_TESTS_INJECTED", "DIFFUSERS_TESTS_OUTCOMES"
 PLAIN_AND_INJECTED = ("plain", "injected")
 
@@ -73,7 +76,7 @@ def pytest_configure() -> None:
     if os.environ.get(INJECTED) == "1":
         from kernels import get_kernel
 
-        kernel = get_kernel(KERNEL_ID, version=1, trust_remote_code=True)
+        kernel = get_kernel(KERNEL_ID, version=VERSION, trust_remote_code=True)
         for cls in model_classes():
             if "__init__" in vars(cls):
                 cls.__init__ = born_with_kernels(cls, kernel.inject_kernels)  # type: ignore[misc]

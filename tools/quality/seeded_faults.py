@@ -26,15 +26,13 @@ from pathlib import Path
 
 import click
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT / "tools"))
+from builder.package import hub_name, tomllib  # noqa: E402
+
 SOURCE = Path(__file__).with_suffix(".toml")
 PACKAGE = "torch-ext/h100_diffusers_kernels/"
-REPO_ID = "org/h100-diffusers-kernels"
+REPO_ID, _ = hub_name(CHECKOUT)
 PASSED, FAILED = 0, 1  # pytest's exit codes
 
 

@@ -18,11 +18,11 @@ import pytest
 from hub_server import File, Hub
 from huggingface_hub import snapshot_download
 
-from builder.package import read_toml
+from builder.package import hub_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TOOLS = CHECKOUT / "tools"
-REPO_ID = read_toml(CHECKOUT)["general"]["hub"]["repo-id"]
+REPO_ID, VERSION = hub_name(CHECKOUT)
 MODULE = "h100_diffusers_kernels"
 VARIANT = "torch-stable-abi211-cpu-x86_64-linux"
 REHEARSAL = ("--backend", "cpu", "--allow-local-toolchain")
