@@ -8,7 +8,7 @@ which rounds more often. In training the kernels compute the forward.
 
     >>> kernels.replace_kernel_forward_from_hub(diffusers.models.normalization.RMSNorm, "RMSNorm")
     >>> layer = kernels.LayerRepository(
-    ...     "org/h100-diffusers-kernels", layer_name="RMSNorm", version=1, trust_remote_code=True
+    ...     "org/h100-diffusers-kernels", layer_name="RMSNorm", version=0, trust_remote_code=True
     ... )
     >>> with kernels.use_kernel_mapping({"RMSNorm": {"cuda": layer}}):
     ...     model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
