@@ -139,8 +139,8 @@ def check_command(line):
         assert words[:2] == ["install", "-r"] and (CHECKOUT / words[2]).exists(), line
     elif program == "nix":  # of kernel-builder, which makes the flake's packages
         assert words == ["run", ".#build-and-copy"], line
-    elif program == "git":  # which prints a file's older version
-        assert (CHECKOUT / words[1].partition(":")[2]).is_file(), line
+    elif program == "git":  # which searches, or prints a file's older version
+        assert words[0] == "grep" or (CHECKOUT / words[1].partition(":")[2]).is_file(), line
     elif program == "kernels":
         assert words in (["benchmark"], ["benchmark", "."]), line
     else:

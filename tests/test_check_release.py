@@ -1,6 +1,5 @@
-"""Publishing: what would be uploaded, and what is refused. tools/release_check also publishes."""
+"""What is refused before an upload and after a download. tools/release_check also loads downloads."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -10,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from kernels._rust import Digest, DigestAlgorithm
 
-import publish
+import check_release
 from builder.card import render_card
 from builder.package import read_toml
-from conftest import CHECKOUT, REPO_ID
+from conftest import CHECKOUT, REPO_ID, VERSION
 from processes import run
 
 MODULE = "h100_diffusers_kernels"
@@ -21,8 +20,6 @@ VARIANTS = {
     "cuda": "torch-stable-abi211-cu130-x86_64-linux",
     "cpu": "torch-stable-abi211-cpu-x86_64-linux",
 }
-COPIED = ("build.toml", "CARD.md", "benchmarks/benchmark.py")
-COPIED += tuple(f"torch-ext/{MODULE}/{name}.py" for name in ("__init__", "layers"))
 
 
 class Release:
@@ -39,8 +36,8 @@ class Release:
         path = self.folder(backend) / "metadata.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def dry_run(self, *options):
-        return invoke("--root", self.root, "--dry-run", *options)
+    def check(self):
+        return invoke("--root", self.root)
 
 
 def kernel_of(release, **changes):
@@ -51,7 +48,7 @@ def kernel_of(release, **changes):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(publish.main, [str(argument) for argument in arguments])
+    return CliRunner().invoke(check_release.main, [str(argument) for argument in arguments])
 
 
 def sentence(result) -> str:
@@ -66,9 +63,7 @@ def sentence(result) -> str:
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory, kernel):
     root = tmp_path_factory.mktemp("release")
-    for name in COPIED:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(CHECKOUT / name, root / name)
+    shutil.copy(CHECKOUT / "build.toml", root)
     (root / ".gitignore").write_text("/build/\n")
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
     for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "release")):
@@ -83,6 +78,7 @@ def complete(tmp_path_factory, kernel):
         files = Digest.hash_variant(DigestAlgorithm.SHA256, folder).files
         changes = {"id": name, "backend": {"type": backend}, "provenance": kernel_of(release)}
         release.edit(backend, digest={"algorithm": "sha256", "files": files}, **changes)
+    (root / "build" / "CARD.md").touch()  # by kernel-builder
     return release
 
 
@@ -92,33 +88,17 @@ def release(complete, tmp_path):
     return Release(tmp_path, complete.commit)
 
 
-def test_dry_run_lists_what_would_be_uploaded(release):
-    """Signatures too, and no bytecode."""
-    cached = release.folder("cpu") / "__pycache__/layers.cpython-311.pyc"
-    cached.parent.mkdir()
-    cached.write_bytes(b"")
+def test_a_complete_build_passes(release):
     (release.folder("cpu") / "metadata.json.sigstore").write_text("{}")
-    result = release.dry_run()
+    result = release.check()
     assert result.exit_code == 0 and result.stderr == "", result.output
-    *lines, last = result.stdout.splitlines()
-    assert last == f"{REPO_ID}: {len(lines)} files of commit {release.commit}, nothing was uploaded"
-    card = render_card(release.root, read_toml(release.root)["general"])
-    files = {"main README.md": card.encode()}
-    paths = [*(release.root / "build").rglob("*.*"), *(release.root / "benchmarks").iterdir()]
-    for path in set(paths) - {cached}:
-        files[f"v1 {path.relative_to(release.root)}"] = path.read_bytes()
-    expected = {
-        (branch, hashlib.sha256(content).hexdigest(), str(len(content)), path)
-        for (branch, path), content in ((key.split(), content) for key, content in files.items())
-    }
-    assert {tuple(line.split()) for line in lines} == expected
-    assert sum(line.endswith(".abi3.so") for line in lines) == 2
+    assert result.stdout == told(release)
 
 
-def test_one_backend(release):
-    shutil.rmtree(release.folder("cuda"))
-    result = release.dry_run("--backend", "cpu")
-    assert result.exit_code == 0 and VARIANTS["cpu"] in result.stdout
+def told(release) -> str:
+    files = [path for path in release.folder("cuda").rglob("*.*") if "metadata" not in path.name]
+    names = sorted(VARIANTS.values())
+    return "".join(f"{name}: {len(files)} files match metadata.json\n" for name in names)
 
 
 def remove(backend):
@@ -130,6 +110,11 @@ def change_a_byte(release):
     path.write_bytes(path.read_bytes().replace(b"eps", b"epz", 1))
 
 
+def add(path):
+    path.parent.mkdir()
+    path.touch()
+
+
 REFUSED = {
     "no CUDA variant": (
         remove("cuda"),
@@ -138,6 +123,18 @@ REFUSED = {
     "no CPU variant": (
         remove("cpu"),
         "build/torch-stable-abi211-cpu-<platform> is missing: build.toml has cpu",
+    ),
+    "bytecode": (
+        lambda release: add(release.folder("cpu") / "__pycache__" / "layers.cpython-311.pyc"),
+        "{cpu} holds files that no build has: __pycache__/layers.cpython-311.pyc",
+    ),
+    "no card": (
+        lambda release: (release.root / "build" / "CARD.md").unlink(),
+        "build/CARD.md, the page on the Hub, is missing: build it again",
+    ),
+    "result of nix build": (
+        lambda release: (release.root / "result").mkdir(),
+        "kernel-builder would upload result/, not build/: remove it",
     ),
     "no variant": (
         lambda release: shutil.rmtree(release.root / "build"),
@@ -163,16 +160,17 @@ REFUSED = {
         "build it again from a clean checkout",
     ),
     "other version": (
-        lambda release: release.edit("cuda", version=2),
-        "{cuda} is of version 2, build.toml has version 1: build it again from a clean checkout",
+        lambda release: release.edit("cuda", version=VERSION + 1),
+        f"{{cuda}} is of version {VERSION + 1}, build.toml has version {VERSION}: "
+        "build it again from a clean checkout",
     ),
     "local build": (
         lambda release: release.edit(
             "cuda",
-            provenance=kernel_of(release) | {"kernel-builder": {"version": publish.LOCAL_BUILDER}},
+            provenance=kernel_of(release)
+            | {"kernel-builder": {"version": check_release.LOCAL_BUILDER}},
         ),
-        "{cuda} is no build of kernel-builder's toolchain (built by tools/build_variant.py): "
-        "for a rehearsal, pass --allow-local-toolchain",
+        "{cuda} was built by tools/build_variant.py: build it with kernel-builder",
     ),
 }
 
@@ -184,19 +182,18 @@ def test_refuses(release, name):
     for key, value in {"root": release.root, "commit": release.commit, **VARIANTS}.items():
         message = message.replace(f"{{{key}}}", str(value))
     pattern = re.escape(message).replace(r"\.\*", ".*").replace(r"1\{40\}", "1{40}")
-    assert re.fullmatch(pattern, sentence(release.dry_run()))
+    assert re.fullmatch(pattern, sentence(release.check()))
 
 
-def test_verify(release):
-    result = invoke("--verify", release.root)
-    assert result.exit_code == 0
+def test_a_folder(release):
+    """A download has no checkout, and its files may have been imported."""
+    add(release.folder("cpu") / "__pycache__" / "layers.cpython-311.pyc")
+    result = invoke(release.root / "build")
+    assert result.exit_code == 0 and result.stdout == told(release)
     folder = release.folder("cuda")
-    count = sum(path.is_file() for path in folder.rglob("*"))
-    names = sorted(VARIANTS.values())
-    assert result.stdout == "".join(f"{n}: {count} files match metadata.json\n" for n in names)
     (folder / "new.py").touch()
     fault = f"{folder} does not match its metadata.json: Unknown file: new.py"
-    assert fault in sentence(invoke("--verify", release.root))
+    assert fault in sentence(invoke(release.root / "build"))
 
 
 def test_source_is_one_repository():
