@@ -15,7 +15,7 @@ from kernels._rust import Backend, Build, Digest, DigestAlgorithm, Metadata
 import check_abi
 from builder.card import render_card
 from builder.package import Package, read_toml
-from conftest import CHECKOUT
+from conftest import CHECKOUT, VERSION
 from processes import run_python
 
 MODULE = "h100_diffusers_kernels"
@@ -140,7 +140,7 @@ def test_public_names(kernel):
 def test_metadata(variant, extension, device):
     metadata = Metadata.read_from_file(variant / "metadata.json")
     assert metadata.name.python_name == MODULE
-    assert (metadata.version, metadata.license) == (1, "Apache-2.0")
+    assert (metadata.version, metadata.license) == (VERSION, "Apache-2.0")
     assert metadata.backend.backend_type == Backend.from_str(device)
     assert metadata.backend.archs == (["9.0a"] if device == "cuda" else None)
     assert metadata.python_depends == []
