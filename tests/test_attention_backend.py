@@ -1,17 +1,22 @@
 """The package's attention as a backend of diffusers: chosen for a model, without an injection."""
 
 import copy
+import importlib.util
 import itertools
 import logging
+import shutil
 import sys
 
+import diffusers
 import pytest
 import torch
 from diffusers.models import attention_dispatch
 
 from checks import relative_distance
+from conftest import CHECKOUT, REPO_ID, VERSION
 from families import FAMILIES, KERNEL_HEADS, run
 from ltx_models import kernel_calls
+from processes import run as run_program
 
 BF16 = torch.bfloat16
 
@@ -181,3 +186,45 @@ def test_diffusers_is_missing_or_different(kernel, monkeypatch):
     monkeypatch.delitem(sys.modules, "diffusers.models.attention_dispatch")
     with pytest.raises(RuntimeError, match="diffusers must be imported first"):
         kernel.register_attention_backend()
+
+
+# -- The patch of docs/upstream.md ---------------------------------------------------------------
+
+
+@pytest.mark.skipif(diffusers.__version__ != "0.42.1", reason="the patch is for diffusers 0.42.1")
+@pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch program")
+def test_the_patch_for_diffusers(kernel, device, tmp_path, monkeypatch):
+    """It applies, and its backend computes the attention that the native one computes."""
+    file = shutil.copy(attention_dispatch.__file__, tmp_path)
+    process = run_program("patch", file, CHECKOUT / "docs" / "upstream.patch")
+    assert process.returncode == 0 and "fuzz" not in process.stdout, process.stdout
+    spec = importlib.util.spec_from_file_location("diffusers.models.patched", file)
+    patched = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, patched)
+    spec.loader.exec_module(patched)
+    name = patched.AttentionBackendName.H100_HUB
+    patched.DIFFUSERS_TRUST_REMOTE_KERNELS = True
+    patched._check_attention_backend_requirements(name)
+    patched._maybe_download_kernel_for_backend(name)
+    config = patched._HUB_KERNELS_REGISTRY[name]
+    assert (config.repo_id, config.version) == (REPO_ID, VERSION)
+    assert config.kernel_fn is kernel.attention
+    assert patched._AttentionBackendRegistry._is_context_parallel_available(name)
+
+    def dispatch(*qkv, **options):
+        return patched.dispatch_attention_fn(*qkv, backend=name, **options)
+
+    q, k, v = qkv(device, key_heads=2)
+    keys = torch.arange(24, device=device) < torch.tensor([[24], [9]], device=device)
+    for mask in (None, keys, keys[:, None, None], torch.randn(1, 24, device=device).bfloat16()):
+        expected = mask if mask is None or mask.dim() == 4 else mask[:, None, None]
+        compiled = torch.compile(dispatch, fullgraph=True, backend="aot_eager")
+        for function in (dispatch, compiled):
+            given = function(q, k, v, attn_mask=mask, enable_gqa=True)
+            assert_attention(given, q, k, v, expected, enable_gqa=True)
+    scores = torch.einsum("bqhd,bkhd->bqhk", q.float(), k.repeat_interleave(2, 2).float()) / 8
+    _, lse = dispatch(q, k, v, enable_gqa=True, attention_kwargs={"return_lse": True})
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-3, rtol=0)
+    for refused in ({"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": keys[:, None, :, None]}):
+        with pytest.raises(ValueError, match="h100_hub"):
+            dispatch(q, k, v, **refused)
