@@ -6,9 +6,10 @@ several dimensions, strided last dimensions, sharded or quantized parameters, an
 subclasses with their own forward that were not registered. Results are at least as accurate as the class's,
 which rounds more often. In training the kernels compute the forward.
 
+    >>> repo = "org/h100-diffusers-kernels"
     >>> kernels.replace_kernel_forward_from_hub(diffusers.models.normalization.RMSNorm, "RMSNorm")
     >>> layer = kernels.LayerRepository(
-    ...     "org/h100-diffusers-kernels", layer_name="RMSNorm", version=0, trust_remote_code=True
+    ...     repo, layer_name="RMSNorm", version=0, trust_remote_code=[repo]
     ... )
     >>> with kernels.use_kernel_mapping({"RMSNorm": {"cuda": layer}}):
     ...     model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE)
