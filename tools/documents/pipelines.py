@@ -141,50 +141,66 @@ def named(results: Path, name: str) -> dict:
     return next((entry for entry in entries(results) if entry["name"] == name), {})
 
 
-def unmasked(results: Path) -> list[dict]:
-    """The pipelines whose default attention takes no dense mask."""
-    return [entry for entry in entries(results) if models.EAGER_FA3 not in entry["modes"]]
+def usual(results: Path) -> list[dict]:
+    """The pipelines without a dense mask in the default attention, and without an adapter."""
+    return [
+        entry
+        for entry in entries(results)
+        if models.EAGER_FA3 not in entry["modes"] and not entry["name"].endswith("_lora")
+    ]
 
 
 @figure
 def pipelines_named(results: Path) -> str:
     """Of the pipelines whose ranges are stated."""
     suffixes = re.compile(r"(-dev|-Turbo| \d+B| Large| with .*|,.*)$")
-    names = list(dict.fromkeys(suffixes.sub("", entry["title"]) for entry in unmasked(results)))
+    names = list(dict.fromkeys(suffixes.sub("", entry["title"]) for entry in usual(results)))
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 @figure
 def pipelines_over_eager(results: Path) -> str:
-    return span([chosen.over(entry, "eager") for entry in unmasked(results)])
+    return span([chosen.over(entry, "eager") for entry in usual(results)])
 
 
 @figure
 def pipelines_over_compiled(results: Path) -> str:
     """Over the faster of torch.compile with and without FlashAttention-3."""
-    return span([best_compiled(entry, COMPILED) for entry in unmasked(results)])
+    return span([best_compiled(entry, COMPILED) for entry in usual(results)])
 
 
 @figure
 def fp8_over_eager(results: Path) -> str:
-    return span([chosen.over(entry, "eager", FP8) for entry in unmasked(results)])
+    return span([chosen.over(entry, "eager", FP8) for entry in usual(results)])
 
 
-def over_masked(results: Path, *baselines: str) -> str:
-    """HunyuanVideo 1.5 over these modes, of which the second uses FlashAttention-3."""
-    entry = named(results, "hunyuan_video15")
+def over_both(results: Path, name: str, *baselines: str) -> str:
+    """One pipeline over each of these modes."""
+    entry = named(results, name)
     over = [chosen.over(entry, baseline) if entry else None for baseline in baselines]
     return " and ".join(NOT_MEASURED if value is None else f"{value:.2f}" for value in over)
 
 
 @figure
 def hunyuan_over_eager(results: Path) -> str:
-    return over_masked(results, "eager", models.EAGER_FA3)
+    """With the default attention, whose mask is dense, and with FlashAttention-3."""
+    return over_both(results, "hunyuan_video15", "eager", models.EAGER_FA3)
 
 
 @figure
 def hunyuan_over_compiled(results: Path) -> str:
-    return over_masked(results, models.REGIONAL, models.FA3)
+    return over_both(results, "hunyuan_video15", *COMPILED)
+
+
+@figure
+def lora_over_eager(results: Path) -> str:
+    return over_both(results, "flux_lora", "eager")
+
+
+@figure
+def lora_over_compiled(results: Path) -> str:
+    entry = named(results, "flux_lora")
+    return span([best_compiled(entry, COMPILED) if entry else None])
 
 
 @figure
