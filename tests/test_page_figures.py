@@ -48,9 +48,8 @@ def column(rows, header):
 
 def speedups():
     """Rows of README's table whose ranges its first sentences state."""
-    return [
-        row for row in table("README.md", "summary_pipelines") if "Hunyuan" not in row["pipeline"]
-    ]
+    rows = table("README.md", "summary_pipelines")
+    return [row for row in rows if not re.search("Hunyuan|LoRA", row["pipeline"])]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CARD.md"])
