@@ -77,8 +77,11 @@ def call(pipe, arguments: dict, name: str, seed: int, annotate: bool = False) ->
                 return_dict=False,
             )[0][0]
             begin("end")
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
+        except RuntimeError as error:
+            # The CPU's allocator has no class of errors of its own.
+            if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
         finally:
             del pipe.progress_bar
     if not np.isfinite(result).all():

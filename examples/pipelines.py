@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import string
@@ -14,12 +15,25 @@ from pathlib import Path
 import diffusers
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from kernels import get_kernel
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 BUILD_TOML = (CHECKOUT / "build.toml").read_text(encoding="utf-8")
 KERNEL_ID = re.findall(r'^repo-id = "(.+)"$', BUILD_TOML, re.MULTILINE)[0]
 KERNEL_VERSION = int(re.findall(r"^version = (\d+)$", BUILD_TOML, re.MULTILINE)[0])
+
+# Warnings of libraries that import others, of what no pipeline here uses.
+for logger, part in {
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "is an Enum subclass",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+    "transformers.utils.import_utils": "requires torchvision (not installed)",
+}.items():
+    logging.getLogger(logger).addFilter(lambda record, part=part: part not in record.getMessage())
+
+# The Hub's errors. HTTPError is that of the HTTP client, which huggingface_hub has changed.
+HUB_ERRORS = (OSError, HTTPError)
 
 # Arguments of the pipelines; and their values for a small model.
 SIZE = ("num_inference_steps", "height", "width", "num_frames")
@@ -57,6 +71,7 @@ class Model:
         small: what a small model changes besides SMALL, or, by part, what only that part changes.
         options: other arguments of the pipeline's constructor.
         side_step, frames_step: sides are multiples of the one, frames of the other plus 1.
+        min_side, max_side: the limits of sides.
         fps: frames per second; None for an image.
         trained: the small trained model; None if the small model has random weights.
     """
@@ -71,6 +86,8 @@ class Model:
     options: dict = field(default_factory=dict)
     side_step: int = 16
     frames_step: int = 4
+    min_side: int = 32
+    max_side: int = 4096
     fps: int = 16
     trained: Trained | None = None
 
@@ -210,6 +227,7 @@ MODELS = {
         },
         side_step=32,
         frames_step=8,
+        min_side=64,  # its decoder reflects latents at the borders
         fps=24,
     ),
     "wan": Model(
@@ -354,7 +372,7 @@ MODELS = {
         hub_id="Tongyi-MAI/Z-Image-Turbo",
         pipeline="ZImagePipeline",
         size=(9, 1024, 1024),
-        call={"guidance_scale": 0.0},
+        call={"guidance_scale": 0.0, "negative_prompt": ""},
         parts={
             "transformer": ("ZImageTransformer2DModel", {"n_layers": 8}),
             "vae": FLUX_VAE,
@@ -467,6 +485,7 @@ MODELS = {
         },
         text={"prompt_embeds": (512, "text_embed_dim")},
         small={"adaln_lora_dim": 32},
+        max_side=2048,  # of its rotary tables
     ),
     "sd3": Model(
         hub_id="stabilityai/stable-diffusion-3.5-large",
@@ -499,6 +518,7 @@ MODELS = {
             "prompt_embeds": (333, "joint_attention_dim"),
             "pooled_prompt_embeds": ("pooled_projection_dim",),
         },
+        max_side=3072,  # of its position embeddings
     ),
     "sdxl": Model(
         hub_id="stabilityai/stable-diffusion-xl-base-1.0",
@@ -558,31 +578,46 @@ MODELS = {
                 "cross_attention_dim": 64,
             },
         },
+        options={"requires_safety_checker": False},
     ),
 }
 
 
 def load_kernel(kernel: str | None = None):
-    """The kernel package: `kernel` is a Hub id or a local path, None this checkout's build."""
+    """The kernel package: `kernel` is a Hub id or a local path, None this checkout's build.
+
+    Raises LookupError if the checkout has no build for this machine.
+    """
     repo_id = KERNEL_ID
-    if kernel is not None and os.path.isdir(kernel):
+    is_checkouts = kernel is None and "LOCAL_KERNELS" not in os.environ
+    if is_checkouts:
+        os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={CHECKOUT}"
+    elif kernel is not None and os.path.isdir(kernel):
         os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={Path(kernel).resolve()}"
     elif kernel is not None:
         repo_id = kernel
-    elif "LOCAL_KERNELS" not in os.environ and (CHECKOUT / "build").is_dir():
-        os.environ["LOCAL_KERNELS"] = f"{KERNEL_ID}={CHECKOUT}"
-    return get_kernel(repo_id, version=KERNEL_VERSION, trust_remote_code=True)
+    try:
+        return get_kernel(repo_id, version=KERNEL_VERSION, trust_remote_code=True)
+    except FileNotFoundError as error:
+        if is_checkouts:
+            raise LookupError("There is no build for this machine here") from error
+        raise
+
+
+def why_not_on_hub(repo_id: str) -> str | None:
+    """Why the Hub does not give a model's repository, None if it does."""
+    try:
+        HfApi().model_info(repo_id, timeout=5)
+    except (*HUB_ERRORS, ValueError) as error:  # ValueError: not the form of an id
+        return f"the Hugging Face Hub does not give {repo_id} ({type(error).__name__})"
+    return None
 
 
 def published_pipeline(model: Model, dtype: torch.dtype):
     """The pipeline from the Hub, or from the cache; LookupError if neither can be used."""
     if model.hub_id is None:
         raise LookupError("its weights are not on the Hub")
-    offline = None
-    try:
-        HfApi().model_info(model.hub_id, timeout=5)
-    except Exception as error:  # no common base: huggingface_hub has changed its HTTP client
-        offline = f"the Hugging Face Hub does not answer ({type(error).__name__})"
+    offline = why_not_on_hub(model.hub_id)
     try:
         return diffusers.DiffusionPipeline.from_pretrained(
             model.hub_id, dtype=dtype, local_files_only=offline is not None
@@ -590,7 +625,7 @@ def published_pipeline(model: Model, dtype: torch.dtype):
     except OSError as error:
         if offline is None:
             raise
-        raise LookupError(f"{offline} and {model.hub_id} is not in the cache") from error
+        raise LookupError(f"{offline}, and it is not in the cache") from error
 
 
 def parameters(function) -> dict[str, inspect.Parameter]:
@@ -717,5 +752,7 @@ def call_arguments(model: Model, pipe, small: bool, prompt: str, **changes) -> d
                 value = torch.ones(1, *sizes, dtype=torch.bool)
             else:
                 value = made_up(text, 1, *sizes).to(denoiser.dtype)
-            arguments[prefix + name] = value.to(denoiser.device)
+            value = value.to(denoiser.device)
+            # Z-Image concatenates lists of prompts.
+            arguments[prefix + name] = list(value) if model.pipeline == "ZImagePipeline" else value
     return arguments
