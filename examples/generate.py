@@ -6,43 +6,67 @@ python examples/generate.py --model ltx --compare
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import click
-import numpy as np
-import torch
-from diffusers.utils import export_to_video
-from PIL import Image
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from measure import call, class_table, psnr, time_table, trace
-from pipelines import (
-    MODELS,
-    SIZE,
-    Model,
-    call_arguments,
-    load_kernel,
-    load_pipeline,
-    unknown_words,
-)
+try:
+    import click
+    import diffusers
+    import numpy as np
+    import torch
+    import transformers  # noqa: F401 (diffusers' models import it)
+    from diffusers.utils import export_to_video
+    from measure import call, class_table, psnr, time_table, trace
+    from PIL import Image
+    from pipelines import (
+        HUB_ERRORS,
+        MODELS,
+        SIZE,
+        Model,
+        call_arguments,
+        load_kernel,
+        load_pipeline,
+        unknown_words,
+        why_not_on_hub,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f"Error: {error}: make build makes .venv, whose Python has all packages.")
 
 PROMPT = "A red fox trots through fresh snow at dawn, its breath steaming in the cold air."
 MAX_SEED = 2**64 - 1  # torch.Generator takes no larger one
 MAX_SIDE, MAX_FRAMES = 4096, 1025
+MAX_STEPS = 999  # of sd15's scheduler
 IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_FORMATS = (".mp4", ".gif", ".webp")
 
 
 def reason_of(error: Exception) -> str:
-    """An exception's message as a part of a sentence."""
+    """An exception's message as a part of a sentence: its first line, or two if that ends in a colon."""
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (message.strip().splitlines() or [type(error).__name__])[0].rstrip(" :.")
+    first, *others = message.strip().splitlines() or [type(error).__name__]
+    if first.endswith(":") and others:
+        first += f" {others[0].strip()}"
+    reason = textwrap.shorten(first.rstrip(" :."), 300, placeholder=" …")
+    return f"not enough memory: {reason}" if isinstance(error, MemoryError) else reason
+
+
+@contextlib.contextmanager
+def one_sentence(subject: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise click.ClickException in place of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise click.ClickException(f"{subject}: {reason_of(error)}.") from error
 
 
 def check_options(model: Model, options: dict, device: str) -> None:
@@ -52,6 +76,7 @@ def check_options(model: Model, options: dict, device: str) -> None:
         ("no_kernels", "compare"),
         ("no_kernels", "kernel"),
         ("no_kernels", "cuda_graphs"),
+        ("no_kernels", "precision"),
         ("compile", "cuda_graphs"),
         ("offload", "cuda_graphs"),
         ("prompt", "prompts_file"),
@@ -67,6 +92,13 @@ def check_options(model: Model, options: dict, device: str) -> None:
         raise click.UsageError(f"{name} takes no --negative-prompt.")
     if options["guidance"] is not None and model.guidance is None:
         raise click.UsageError(f"{name} takes no --guidance.")
+    if math.isnan(options["guidance"] or 0):
+        raise click.UsageError("--guidance must be a number.")
+    for option in ("prompt", "negative_prompt"):
+        try:
+            (options[option] or "").encode()
+        except UnicodeEncodeError:
+            raise click.UsageError(f"--{option.replace('_', '-')} is not UTF-8.") from None
     frames = options["num_frames"]
     if frames is not None and frames % model.frames_step != 1:
         raise click.UsageError(
@@ -77,10 +109,30 @@ def check_options(model: Model, options: dict, device: str) -> None:
             raise click.UsageError(
                 f"--{side} must be a multiple of {model.side_step}, got {options[side]}."
             )
+        if side in given and not model.min_side <= options[side] <= model.max_side:
+            raise click.UsageError(
+                f"--{side} of {name} must be from {model.min_side} to {model.max_side}, "
+                f"got {options[side]}."
+            )
     for option in ("offload", "cuda_graphs"):
         if option in given and device == "cpu":
             option = option.replace("_", "-")
             raise click.UsageError(f"--{option} needs a CUDA GPU, and there is none.")
+    for option, package in (("offload", "accelerate"), ("precision", "torchao"), ("lora", "peft")):
+        if option in given and find_spec(package) is None:
+            raise click.UsageError(f"--{option} needs {package} from pip.")
+    if "precision" in given and options["dtype"] == "float32":
+        raise click.UsageError("--precision needs --dtype bfloat16 or float16.")
+    if options["lora"] is not None:
+        check_lora(model, name, options["lora"])
+
+
+def check_lora(model: Model, name: str, lora: str) -> None:
+    """Raise click.UsageError, one sentence, if there is no such LoRA, or nothing that loads it."""
+    if not hasattr(getattr(diffusers, model.pipeline), "load_lora_weights"):
+        raise click.UsageError(f"{name} takes no --lora, because diffusers loads none for it.")
+    if not os.path.exists(lora) and (reason := why_not_on_hub(lora)):
+        raise click.UsageError(f"--lora is no file or folder, and {reason}.")
 
 
 def read_prompts(options: dict) -> list[str | None]:
@@ -108,6 +160,8 @@ def check_output(output: Path, formats: tuple[str, ...]) -> None:
     if output.suffix.lower() == ".mp4" and find_spec("imageio_ffmpeg") is None:
         raise click.UsageError("Writing MP4 needs imageio and imageio-ffmpeg from pip.")
     try:
+        if output.is_dir():
+            raise OSError("it is a folder")
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
             pass
@@ -147,17 +201,41 @@ def write(frames: np.ndarray, output: Path, fps: int) -> None:
     click.echo(f"Wrote {click.format_filename(output)}")
 
 
+def load_lora(pipe, lora: str, name: str) -> None:
+    """Load a LoRA and say where it runs; raise click.ClickException, one sentence, if it does not fit."""
+    errors = (*HUB_ERRORS, LookupError, RuntimeError, ValueError)
+    with one_sentence(f"--lora {lora} could not be loaded into {name}", *errors):
+        # Its error is the sentence here.
+        logging.getLogger("diffusers.loaders.peft").addFilter(
+            lambda record: record.levelno < logging.ERROR
+        )
+        pipe.load_lora_weights(lora)
+        layers = {
+            part: sum("lora_A" in module._modules for module in getattr(pipe, part).modules())
+            for part, adapters in pipe.get_list_adapters().items()
+        }
+        if not layers:
+            raise ValueError("it has no layer of that model")
+    parts = (f"{count} layers of the {part}" for part, count in layers.items())
+    click.echo(f"The LoRA {lora} runs on {' and '.join(parts)}.")
+
+
 def build_pipeline(model: Model, options: dict, device: str, prompts: list[str | None]) -> tuple:
     """The pipeline on its device, and the arguments of its call for each prompt."""
     dtype = getattr(torch, options["dtype"] or ("float32" if device == "cpu" else "bfloat16"))
     random_weights, seed = options["random_weights"], options["seed"]
     try:
         pipe, small = load_pipeline(model, device, dtype, random_weights, seed)
-    except OSError as error:
+    except (*HUB_ERRORS, ImportError, ValueError) as error:
         raise click.ClickException(
-            f"{model.hub_id} could not be loaded ({reason_of(error)}); "
+            f"{options['model']} could not be loaded ({reason_of(error)}); "
             "--random-weights needs no download."
         ) from error
+    name = f"a small {options['model']}" if small else options["model"]
+    if small and options["precision"]:
+        raise click.ClickException(
+            f"--precision needs layers as wide as the published model's, and {name} would run: {small}."
+        )
     trained = model.trained if small and not random_weights else None
     default = PROMPT if trained is None else trained.prompt
     texts = [default if prompt is None else prompt for prompt in prompts]
@@ -166,9 +244,10 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str |
         if unknown := unknown_words(pipe, " ".join(texts)):
             click.echo(f"It does not know these words of the prompt: {', '.join(unknown)}.")
     elif small or random_weights:
-        size = f"a small {options['model']}" if small else options["model"]
         reason = f": {small}" if small else ""
-        click.echo(f"Running {size} with random weights, and the result is noise{reason}.")
+        click.echo(f"Running {name} with random weights, and the result is noise{reason}.")
+    if options["lora"] is not None:
+        load_lora(pipe, options["lora"], name)
     changes = {name: options[name] for name in SIZE}
     changes["negative_prompt"] = options["negative_prompt"]
     if model.guidance is not None:
@@ -200,23 +279,19 @@ def run_side(
 ) -> Iterator[np.ndarray]:
     """Run all calls; yield the frames of each, and append the times of each run."""
     seed, repeat = options["seed"], options["repeat"]
-    try:
-        if options["compare"] or options["profile"] or repeat > 1:
-            # First uses of libraries, compilation and captures belong to no time.
-            call(pipe, calls[0] | {"num_inference_steps": 2}, f"{side}, warm-up", seed)
-        for number, arguments in enumerate(calls, 1):
-            for run in range(1, repeat + 1):
-                name = side
-                name += f", prompt {number}" if len(calls) > 1 else ""
-                name += f", run {run}" if repeat > 1 else ""
-                frames, seconds = call(pipe, arguments, name, seed)
-                times.append(seconds)
-                step_ms = seconds["a step (median)"] * 1e3
-                click.echo(f"{name}: {seconds['total']:.2f} s, {step_ms:.1f} ms a step")
-            yield frames
-    except (MemoryError, FloatingPointError) as error:
-        reason = "not enough memory: " if isinstance(error, MemoryError) else ""
-        raise click.ClickException(f"{side}: {reason}{reason_of(error)}.") from error
+    if options["compare"] or options["profile"] or repeat > 1:
+        # First uses of libraries, compilation and captures belong to no time.
+        call(pipe, calls[0] | {"num_inference_steps": 2}, f"{side}, warm-up", seed)
+    for number, arguments in enumerate(calls, 1):
+        for run in range(1, repeat + 1):
+            name = side
+            name += f", prompt {number}" if len(calls) > 1 else ""
+            name += f", run {run}" if repeat > 1 else ""
+            frames, seconds = call(pipe, arguments, name, seed)
+            times.append(seconds)
+            step_ms = seconds["a step (median)"] * 1e3
+            click.echo(f"{name}: {seconds['total']:.2f} s, {step_ms:.1f} ms a step")
+        yield frames
 
 
 @click.command()
@@ -229,10 +304,12 @@ def run_side(
 )
 @click.option("--negative-prompt", help="What it should not show; not every model takes it.")
 @click.option(
-    "--guidance", type=click.FloatRange(0, 100), help="Scale of guidance; 1 switches it off."
+    "--guidance",
+    type=click.FloatRange(0, 100),
+    help="Scale of guidance; 1, or 0 for z-image, switches it off.",
 )
 @click.option(
-    "--steps", "num_inference_steps", type=click.IntRange(2, 1000), help="Denoising steps."
+    "--steps", "num_inference_steps", type=click.IntRange(2, MAX_STEPS), help="Denoising steps."
 )
 @click.option("--height", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16 or 32.")
 @click.option("--width", type=click.IntRange(32, MAX_SIDE), help="A multiple of 16 or 32.")
@@ -264,6 +341,12 @@ def run_side(
     callback=lambda context, option, value: None if value == "none" else value,
     help="Keep what is not running in host memory.",
 )
+@click.option(
+    "--precision",
+    type=click.Choice(["fp8", "fp8-fast"]),
+    help="Linear layers of the transformer's blocks in FP8; fp8-fast: more of them.",
+)
+@click.option("--lora", help="A LoRA to load: a file, a folder or a Hub id.")
 @click.option("--compile", is_flag=True, help="torch.compile the transformer's blocks.")
 @click.option("--cuda-graphs", is_flag=True, help="Replay forwards from CUDA graphs.")
 @click.option(
@@ -302,7 +385,6 @@ def main(**options) -> None:
     output = options["output"] or Path(
         "outputs", options["model"] + (".mp4" if model.is_video else ".png")
     )
-    check_output(output, VIDEO_FORMATS if model.is_video else IMAGE_FORMATS)
     outputs = [output]
     if options["prompts_file"]:
         digits = len(str(len(prompts)))
@@ -310,47 +392,67 @@ def main(**options) -> None:
             output.with_stem(f"{output.stem}-{number:0{digits}}")
             for number in range(1, len(prompts) + 1)
         ]
+    for path in outputs:
+        check_output(path, VIDEO_FORMATS if model.is_video else IMAGE_FORMATS)
 
     kernels = None
     if not options["no_kernels"]:  # before the pipeline, which may be a long download
         try:
             kernels = load_kernel(options["kernel"])
+        except LookupError as error:
+            raise click.ClickException(
+                f"{error}: run make build, name others with --kernel, or pass --no-kernels."
+            ) from error
         except Exception as error:  # of the Hub, the file system or the loader: it ends the script
             raise click.ClickException(
                 f"The kernels could not be loaded ({type(error).__name__}: {reason_of(error)}); build "
                 "them with make build, name others with --kernel, or pass --no-kernels."
             ) from error
-    pipe, calls = build_pipeline(model, options, device, prompts)
+        if not hasattr(kernels, "inject_kernels"):
+            raise click.ClickException(f"--kernel {options['kernel']} has no inject_kernels.")
+    try:
+        pipe, calls = build_pipeline(model, options, device, prompts)
+    except torch.OutOfMemoryError as error:
+        raise click.ClickException(
+            f"{options['model']} does not fit into the GPU's memory; --offload model needs less of it."
+        ) from error
 
     fps = options["fps"] or model.fps
     eager, times, classes = [], {}, {}
+    errors = [FloatingPointError, ImportError, MemoryError, torch.OutOfMemoryError, ValueError]
+    if options["compile"]:
+        from torch._dynamo.exc import TorchDynamoException
+
+        errors.append(TorchDynamoException)
     for side in ("eager", "injected"):
         if not options["compare"] and (side == "eager") != (kernels is None):
             continue
         first_of_two = options["compare"] and side == "eager"
         trace_file = output.with_suffix(f".{side}.trace.json" if first_of_two else ".trace.json")
-        if side == "injected":
-            click.echo(kernels.inject_kernels(pipe, cuda_graphs=options["cuda_graphs"]))
-        if options["compile"]:
-            compile_denoiser(getattr(pipe, model.denoiser))
-            side += ", compiled"
-        times[side] = []
-        for path, frames in zip(
-            outputs, run_side(side, pipe, calls, options, times[side]), strict=True
-        ):
-            if first_of_two:
-                eager.append(frames)
-                continue
-            write(frames, path, fps)
-            if options["compare"]:
-                reference = eager.pop(0)
-                both = np.concatenate([reference, frames], axis=2)
-                write(both, path.with_stem(f"{path.stem}-compare"), fps)
-                click.echo(f"PSNR of injected against eager: {psnr(reference, frames):.1f} dB")
-        if options["profile"]:
-            name = f"{side}, profile"
-            classes[side] = trace(pipe, calls[0], name, options["seed"], trace_file)
-            click.echo(f"Wrote {click.format_filename(trace_file)}")
+        with one_sentence(side, *errors):
+            if side == "injected":
+                chosen = {name: options[name] for name in ("cuda_graphs", "precision")}
+                click.echo(kernels.inject_kernels(pipe, **chosen))
+            if options["compile"]:
+                compile_denoiser(getattr(pipe, model.denoiser))
+                side += ", compiled"
+            times[side] = []
+            for path, frames in zip(
+                outputs, run_side(side, pipe, calls, options, times[side]), strict=True
+            ):
+                if first_of_two:
+                    eager.append(frames)
+                    continue
+                write(frames, path, fps)
+                if options["compare"]:
+                    reference = eager.pop(0)
+                    both = np.concatenate([reference, frames], axis=2)
+                    write(both, path.with_stem(f"{path.stem}-compare"), fps)
+                    click.echo(f"PSNR of injected against eager: {psnr(reference, frames):.1f} dB")
+            if options["profile"]:
+                name = f"{side}, profile"
+                classes[side] = trace(pipe, calls[0], name, options["seed"], trace_file)
+                click.echo(f"Wrote {click.format_filename(trace_file)}")
 
     click.echo(f"\n{time_table(times)}")
     if options["profile"]:

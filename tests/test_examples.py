@@ -3,8 +3,11 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +19,9 @@ import torch
 pytest.importorskip("imageio_ffmpeg", reason="the examples write videos with ffmpeg")
 import imageio.v3 as imageio
 from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image, ImageSequence
+from safetensors.torch import save_file
 
 from conftest import CHECKOUT
 from processes import run_python
@@ -32,6 +37,7 @@ every_model = pytest.mark.parametrize("model", list(pipelines.MODELS))
 SMALL = ["--height", 64, "--width", 96, "--steps", 2]
 SMALL_VIDEO = [*SMALL, "--frames", 9]
 OUT_OF_REACH = "the weights are out of reach"
+LORA = CHECKOUT / "examples" / "small_ltx" / "blue_for_red"
 
 
 @pytest.fixture
@@ -57,6 +63,12 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(generate, "call", call)
     return made
+
+
+@pytest.fixture
+def _no_local_kernels(monkeypatch):
+    monkeypatch.setenv("LOCAL_KERNELS", "")  # so that it is restored
+    monkeypatch.delenv("LOCAL_KERNELS")
 
 
 def succeeds(result):
@@ -140,6 +152,15 @@ def test_seed_prompt_and_guidance_determine_the_image(run, tmp_path):
     changes = {"seed": 4, "prompt": "A blue whale", "negative-prompt": "snow", "guidance": 7}
     for name, value in changes.items():
         assert not np.array_equal(first, image(f"--{name}", value)), name
+
+
+def test_guidance_of_z_image_is_that_of_its_negative_prompt(run, tmp_path):
+    images = []
+    for changes in ([], ["--guidance", 3], ["--guidance", 3, "--negative-prompt", "snow"]):
+        succeeds(run("--model", "z-image", *SMALL, "--no-kernels", *changes))
+        images.append(pixels(tmp_path / "outputs" / "z-image.png"))
+    for first, second in itertools.combinations(images, 2):
+        assert not np.array_equal(first, second)
 
 
 def test_prompts_file_gives_numbered_outputs(run, tmp_path):
@@ -248,6 +269,33 @@ def test_compiled_result_is_equal_to_eagers(run, _fresh_compiler):
         (["flux", "--prompts-file", "/dev/null"], "--prompts-file /dev/null has no prompt."),
         (["flux", "--offload", "model"], "--offload needs a CUDA GPU, and there is none."),
         (["flux", "--cuda-graphs"], "--cuda-graphs needs a CUDA GPU, and there is none."),
+        (["ltx2", "--height", 32], "--height of ltx2 must be from 64 to 4096, got 32."),
+        (["sd3", "--height", 4096], "--height of sd3 must be from 32 to 3072, got 4096."),
+        (["cosmos", "--width", 4096], "--width of cosmos must be from 32 to 2048, got 4096."),
+        (["flux", "--guidance", "nan"], "--guidance must be a number."),
+        (["flux", "--prompt", "\udcff"], "--prompt is not UTF-8."),
+        (["ltx", "--negative-prompt", "\udcff"], "--negative-prompt is not UTF-8."),
+        (
+            ["flux", "--output", f"{'x' * 300}.png"],
+            f"--output {'x' * 300}.png cannot be written: File name too long.",
+        ),
+        (
+            ["flux", "--precision", "fp8", "--no-kernels"],
+            "--no-kernels and --precision exclude each other.",
+        ),
+        (
+            ["flux", "--precision", "fp8", "--dtype", "float32"],
+            "--precision needs --dtype bfloat16 or float16.",
+        ),
+        (
+            ["cosmos", "--lora", LORA],
+            "cosmos takes no --lora, because diffusers loads none for it.",
+        ),
+        (
+            ["ltx", "--lora", "no id.safetensors"],
+            "--lora is no file or folder, and the Hugging Face Hub does not give no id.safetensors "
+            "(HFValidationError).",
+        ),
     ],
 )
 def test_wrong_option_gives_one_sentence(run, tmp_path, args, message):
@@ -258,12 +306,51 @@ def test_wrong_option_gives_one_sentence(run, tmp_path, args, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("steps", 1), ("steps", 1000), ("height", -64), ("seed", 2**64), ("repeat", 0), ("fps", 0)],
+)
+def test_number_out_of_range_gives_one_sentence(run, tmp_path, option, value):
+    result = run("--model", "ltx", f"--{option}", value)
+    message = f"Error: Invalid value for '--{option}': {value} is not in the range "
+    assert result.exit_code == 2 and result.output.splitlines()[-1].startswith(message)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("option", "package"), [("precision", "torchao"), ("lora", "peft")])
+def test_missing_package_gives_one_sentence(run, monkeypatch, option, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    result = run("--model", "ltx", f"--{option}", "fp8" if option == "precision" else LORA)
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == f"Error: --{option} needs {package} from pip."
+
+
+def test_output_that_is_a_folder_gives_one_sentence(run, tmp_path):
+    (tmp_path / "image-1.png").mkdir()
+    (tmp_path / "prompts.txt").write_text("A red fox\n")
+    result = run("--model", "flux", "--prompts-file", "prompts.txt", "--output", "image.png")
+    message = "Error: --output image-1.png cannot be written: it is a folder."
+    assert result.exit_code == 2 and result.output.splitlines()[-1] == message
+
+
 def test_without_kernels_none_are_loaded(run, monkeypatch):
     monkeypatch.setattr(pipelines, "get_kernel", None)  # would fail if it were called
     assert "transformer:" not in succeeds(run("--model", "flux", *SMALL, "--no-kernels"))
     assert run("--model", "flux", *SMALL).exit_code == 1, "with kernels it is called"
 
 
+@pytest.mark.usefixtures("_no_local_kernels")
+def test_checkout_without_a_build_gives_one_sentence(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(pipelines, "CHECKOUT", tmp_path)
+    result = run("--model", "flux")
+    assert result.exit_code == 1
+    assert result.output == (
+        "Error: There is no build for this machine here: run make build, name others with --kernel, or "
+        "pass --no-kernels.\n"
+    )
+
+
+@pytest.mark.usefixtures("_no_local_kernels")
 def test_kernel_option_takes_a_path_or_a_hub_id(run, monkeypatch, tmp_path):
     loaded = []
 
@@ -272,7 +359,6 @@ def test_kernel_option_takes_a_path_or_a_hub_id(run, monkeypatch, tmp_path):
         raise FileNotFoundError("no variant fits\nand more")
 
     monkeypatch.setattr(pipelines, "get_kernel", get_kernel)
-    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
     for kernel in ("someone/else", tmp_path):
         result = run("--model", "ltx", "--kernel", kernel)
         assert result.exit_code == 1
@@ -282,8 +368,87 @@ def test_kernel_option_takes_a_path_or_a_hub_id(run, monkeypatch, tmp_path):
     assert loaded == [("someone/else", None), (pipelines.KERNEL_ID, local)]
 
 
+def test_lora_changes_the_image(run, tmp_path):
+    pipe = pipelines.random_pipeline(pipelines.MODELS["sd3"], True, "cpu", torch.float32, 0)
+    names = ["attn.to_q", "attn.to_out.0"]
+    pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=names, init_lora_weights=False))
+    pipe.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipe.transformer))
+    images = {}
+    for given in ([], ["--lora", "lora"], ["--lora", "lora/pytorch_lora_weights.safetensors"]):
+        output = succeeds(run("--model", "sd3", *SMALL, "--dtype", "float32", *given))
+        images[tuple(given)] = pixels(tmp_path / "outputs" / "sd3.png")
+        assert ("runs on 4 layers of the transformer." in output) == bool(given)
+        assert "transformer: in full" in output
+    without, of_folder, of_file = images.values()
+    assert np.array_equal(of_folder, of_file) and not np.array_equal(of_folder, without)
+
+
+def test_precision_quantizes_the_layers_below_a_lora(run, monkeypatch, kernel):
+    """The small model in place of the published one, its narrow layers included."""
+
+    def load_pipeline(*arguments):
+        model = pipelines.MODELS["ltx"].trained
+        return pipelines.trained_pipeline(model, "cpu", torch.bfloat16), None
+
+    monkeypatch.setattr(generate, "load_kernel", lambda name: kernel)
+    monkeypatch.setattr(generate, "load_pipeline", load_pipeline)
+    precision = sys.modules[f"{kernel.__name__}.injection.quantized.precision"]
+    monkeypatch.setattr(precision, "MIN_FEATURES", 128)
+    args = ["--model", "ltx", *SMALL_VIDEO, "--precision", "fp8", "--dtype", "bfloat16"]
+    output = succeeds(run(*args, "--lora", LORA, "--compare"))
+    assert f"The LoRA {LORA} runs on 12 layers of the transformer.\n" in output
+    assert "\n20 linear layers quantized to FP8\n" in output
+    assert 20 < psnr_of(output) < 60
+
+
 # ------------------------------------------------------------------------------------------------
 # Failures
+
+
+def test_nothing_is_printed_before_the_first_sentence(tmp_path):
+    """No library's warnings, either."""
+    script = CHECKOUT / "examples" / "generate.py"
+    result = subprocess.run(
+        [sys.executable, script, "--model", "flux", "--precision", "fp8"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    message = "Error: --precision needs layers as wide as the published model's, and a small flux would run"
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+def lora_of(layer):
+    """The shapes of a LoRA for one layer, by name."""
+    return {f"transformer.{layer}.lora_{name}.weight": (2, 2) for name in "AB"}
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "reason"),
+    [
+        ("sd3", {"foo": (2, 2)}, "Invalid LoRA checkpoint"),
+        ("sd3", lora_of("foo"), "Target modules {'foo'} not found"),
+        ("sd3", lora_of("transformer_blocks.0.attn.to_q"), "size mismatch for transformer_blocks"),
+        ("sd15", lora_of("foo"), "it has no layer of that model"),
+        ("sd3", None, "Unable to load weights"),
+    ],
+)
+def test_lora_that_does_not_fit_gives_one_sentence(run, tmp_path, model, weights, reason):
+    file = tmp_path / "lora.safetensors"
+    if weights is None:
+        file.write_text("no weights")
+    else:
+        save_file({name: torch.zeros(shape) for name, shape in weights.items()}, file)
+    result = run("--model", model, "--lora", "lora.safetensors")
+    assert result.exit_code == 1
+    line = result.output.splitlines()[-1]
+    assert line.startswith(
+        f"Error: --lora lora.safetensors could not be loaded into a small {model}: "
+    )
+    assert reason in line and "Error" not in "".join(result.output.splitlines()[:-1])
+    assert not list((tmp_path / "outputs").iterdir())
 
 
 def test_failed_output_leaves_the_earlier_one(tmp_path, monkeypatch):
@@ -304,6 +469,11 @@ def test_failed_output_leaves_the_earlier_one(tmp_path, monkeypatch):
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("no 9 GB\nand more"), "not enough memory: no 9 GB"),
+        (
+            RuntimeError("DefaultCPUAllocator: no 9 GB"),
+            "not enough memory: DefaultCPUAllocator: no 9 GB",
+        ),
+        (ValueError("`height` must be:\n64"), "`height` must be: 64"),
         (None, "the result has values that are not finite"),
     ],
 )
