@@ -28,6 +28,7 @@ try:
     from diffusers.utils import export_to_video
     from measure import call, class_table, psnr, time_table, trace
     from PIL import Image
+
     from pipelines import (
         HUB_ERRORS,
         MODELS,
