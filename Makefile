@@ -1,9 +1,10 @@
 # make example | test | test-slow | test-all | test-full | test-versions | kernels-ci | build | cross | cross-newest
-#      | lint | format | clean
+#      | cross-12 | lint | format | clean
 #
 # PYTHON      interpreter of the environment (default python3)
 # VENV        the environment's folder; none: use PYTHON and install nothing
 # WORKERS     processes that run the tests (default logical: one for each core)
+# CUDA12      a toolkit of CUDA 12.6 or 12.8, for cross-12 (default /usr/local/cuda-12.6)
 # BUILD_FLAGS, EXAMPLE_ARGS, PYTEST_ARGS   passed on to build_variant.py, generate.py and pytest
 
 PYTHON ?= python3
@@ -12,8 +13,10 @@ BUILD_FLAGS ?=
 EXAMPLE_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= logical
+CUDA12 ?= /usr/local/cuda-12.6
 
 NEWEST_CUDA := .build/toolchains/13.2
+NEWER_PTXAS := .build/toolchains/12-ptxas-12.9
 OLDER_DIFFUSERS := $(patsubst requirements/%.txt,%,$(wildcard requirements/diffusers-*.txt))
 VIDEO := outputs/ltx_video.mp4
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -38,7 +41,7 @@ needs = $(if $(STAMPS),$(addprefix $(STAMPS),$(1)))
 CXX_SOURCES = $(shell find kernel_src torch-ext benchmarks/ceilings -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \
   -o -name '*.h' ! -name registration.h)
 
-.PHONY: help example test test-slow test-all test-full test-versions kernels-ci build cross cross-newest lint \
+.PHONY: help example test test-slow test-all test-full test-versions kernels-ci build cross cross-newest cross-12 lint \
   format clean $(OLDER_DIFFUSERS:%=test-%)
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -102,6 +105,23 @@ cross-newest: $(call needs,test cuda-tools) $(NEWEST_CUDA)/.installed
 $(NEWEST_CUDA)/.installed: requirements/cuda-compiler-13.2.txt | $(call needs,venv)
 	rm -rf $(@D)
 	$(PIP) --no-deps --target $(@D) -r $<
+	@touch $@
+
+# The same build as kernel-builder makes it with CUDA 12.6: with the ptxas of 12.9 (flake.nix). pip has no nvcc of
+# CUDA 12, so CI does not run this.
+cross-12: $(call needs,test cuda-tools) $(NEWER_PTXAS)/.installed
+	$(RUN) tools/build_variant.py --backend cuda --nvcc $(NEWER_PTXAS)/bin/nvcc $(BUILD_FLAGS)
+	$(RUN) tools/check_abi.py build/torch-stable-abi*
+	$(RUN) tools/kernel_resources.py .build/cu[0-9]*
+
+# Links to the toolkit. nvcc calls the programs beside the link.
+$(NEWER_PTXAS)/.installed: requirements/cuda-ptxas-12.9.txt $(CUDA12)/bin/nvcc | $(call needs,venv)
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D)/newer -r $<
+	mkdir $(@D)/bin
+	ln -s $(filter-out %/bin,$(wildcard $(abspath $(CUDA12))/*)) $(@D)
+	ln -s $(abspath $(CUDA12))/bin/* $(@D)/bin
+	ln -sf ../newer/nvidia/cuda_nvcc/bin/ptxas $(@D)/bin/ptxas
 	@touch $@
 
 # Runs the hooks of .pre-commit-config.yaml, which find their programs on PATH. mypy also reads the packages
