@@ -153,15 +153,16 @@ def fp8_pipelines(results: Path) -> str:
     for entry in run["pipelines"]:
         measured = entry["modes"]
         for mode in filter(measured.__contains__, models.PRECISION_MODES):
-            row = [label(entry), MODE_NAMES[mode]]
+            row = [f"{label(entry)}, {MODE_NAMES[mode]}"]
             row += [f"{seconds(entry, name):.2f} s" for name in ("eager", "injected", mode)]
-            row += [times(chosen.over(entry, name, mode)) for name in ("eager", "injected")]
+            over = [chosen.over(entry, name, mode) for name in ("eager", "injected")]
+            row.append(", ".join(map(times, over)))
             row.append(times(chosen.ratio(entry, "joules", "injected", mode)))
-            row += [gibibytes(measured[name]) for name in ("injected", mode)]
+            row.append(" / ".join(gibibytes(measured[name]) for name in ("injected", mode)))
             rows.append([*row, f"{measured[mode]['first_steps_s']:.1f} s"])
-    headers = ["pipeline", "layers", "eager", "injected", "in FP8", "over eager", "over injected"]
-    headers += ["energy over injected's", "memory injected", "memory in FP8"]
-    return markdown(rows, [*headers, "injection and two steps"]) + setup(run)
+    headers = ["pipeline, layers", "eager", "injected", "in FP8", "over eager, over injected"]
+    headers += ["energy over injected's", "memory injected / in FP8", "injection and two steps"]
+    return markdown(rows, headers) + setup(run)
 
 
 @figure

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import models
+from benchmarks.harness import history
 
 from . import chosen
 from .common import (
@@ -91,14 +92,15 @@ def summary_pipelines(results: Path) -> str:
             for names in COLUMNS.values():
                 shown = [seconds(entry, mode) for mode in modes if mode in names]
                 cells.append(number(next(filter(None, shown), None), "s", 2))
-            a_step = (seconds(entry, "injected") - measured["injected"]["decoder_s"]) / entry[
-                "steps"
-            ]
-            cells.append(number(a_step, "s", 2))
-            cells += [times(chosen.over(entry, modes[0])), times(best_compiled(entry, modes))]
-            rows.append([*cells, gibibytes(measured["injected"]), gibibytes(measured.get(FP8))])
-    headers = ["pipeline", *COLUMNS, "injected, a step", "over eager", "over compiled"]
-    return markdown(rows, [*headers, "memory", "memory in FP8"]) + setup(run)
+            if entry["steps"] < entry["published_steps"]:
+                loop = seconds(entry, "injected") - measured["injected"]["decoder_s"]
+                cells[-2] += f", {loop / entry['steps']:.2f} a step"
+            over = chosen.over(entry, modes[0]), best_compiled(entry, modes)
+            memory = measured["injected"], measured.get(FP8)
+            cells.append(", ".join(map(times, over)))
+            rows.append([*cells, " / ".join(filter(None, map(gibibytes, memory)))])
+    headers = ["pipeline", *COLUMNS, "over eager, over compiled", "memory / in FP8"]
+    return markdown(rows, headers) + setup(run)
 
 
 @table
@@ -109,6 +111,9 @@ def pipelines(results: Path) -> str:
     for entry in run["pipelines"]:
         rows.append([f"**{label(entry)}**"])
         for mode, measured in entry["modes"].items():
+            card = [number(measured.get("watts"), "W"), number(measured.get("sm_mhz"), "MHz")]
+            if measured.get("power_cap") is not None:
+                card.append(f"{measured['power_cap']:.0%}")
             rows.append(
                 [
                     MODE_NAMES[mode],
@@ -117,14 +122,12 @@ def pipelines(results: Path) -> str:
                     f"{measured['decoder_s']:.3f} s",
                     times(entry["speedups"][mode].get("eager")),
                     number(measured.get("joules"), "J"),
-                    number(measured.get("watts"), "W"),
-                    number(measured.get("sm_mhz"), "MHz"),
-                    "" if measured.get("power_cap") is None else f"{measured['power_cap']:.0%}",
+                    ", ".join(card),
                     gibibytes(measured),
                 ]
             )
-    headers = ["mode", "time", "range", "decoder", "over eager", "energy", "power", "clock"]
-    return markdown(rows, [*headers, "at power limit", "memory"]) + setup(run)
+    headers = ["mode", "time", "range", "decoder", "over eager", "energy"]
+    return markdown(rows, [*headers, "power, clock, at power limit", "memory"]) + setup(run)
 
 
 def range_of(measured: dict) -> float:
@@ -141,12 +144,19 @@ def named(results: Path, name: str) -> dict:
     return next((entry for entry in entries(results) if entry["name"] == name), {})
 
 
+def waits_for_host(measured: dict) -> bool:
+    """Whether the card was seldom at its power limit. The host then sets the time."""
+    return (measured.get("power_cap") or 0) < 0.5
+
+
 def usual(results: Path) -> list[dict]:
-    """The pipelines without a dense mask in the default attention, and without an adapter."""
+    """The pipelines that the GPU times, without a dense mask in the default attention or an adapter."""
     return [
         entry
         for entry in entries(results)
-        if models.EAGER_FA3 not in entry["modes"] and not entry["name"].endswith("_lora")
+        if models.EAGER_FA3 not in entry["modes"]
+        and not entry["name"].endswith("_lora")
+        and not waits_for_host(entry["modes"]["injected"])
     ]
 
 
@@ -208,11 +218,49 @@ def pipelines_rounds(results: Path) -> str:
     return span([entry["rounds"] for entry in entries(results)], 0)
 
 
+def runs_of(results: Path, name: str) -> list[dict]:
+    """A pipeline in all runs of the shown run's card and build that compiled it."""
+    run = chosen.pipelines_run(results)
+    place = run and (history.card(run["environment"]), history.commit(run["environment"]))
+    return [
+        entry
+        for other in history.kept("pipelines", results)
+        if (history.card(other["environment"]), history.commit(other["environment"])) == place
+        for entry in other["pipelines"]
+        if entry["name"] == name and models.REGIONAL in entry["modes"]
+    ]
+
+
+@figure
+def sdxl_over_eager(results: Path) -> str:
+    return span([chosen.over(entry, "eager") for entry in runs_of(results, "sdxl")])
+
+
+@figure
+def sdxl_over_compiled(results: Path) -> str:
+    return span([best_compiled(entry, COMPILED) for entry in runs_of(results, "sdxl")])
+
+
+def largest_range(entries: Iterable[dict]) -> str:
+    """Of the calls of a mode, in percent of their median."""
+    measured = [mode for entry in entries for mode in entry["modes"].values()]
+    return f"{max(map(range_of, measured)):.0%}" if measured else NOT_MEASURED
+
+
+@figure
+def sdxl_range(results: Path) -> str:
+    return largest_range(runs_of(results, "sdxl"))
+
+
+@figure
+def injected_range(results: Path) -> str:
+    """Of the injected calls of the pipelines whose ranges are stated."""
+    return largest_range({"modes": {"": entry["modes"]["injected"]}} for entry in usual(results))
+
+
 @figure
 def pipelines_range(results: Path) -> str:
-    """The largest range of a mode's calls, in percent of their median."""
-    measured = [mode for entry in entries(results) for mode in entry["modes"].values()]
-    return f"{max(map(range_of, measured)):.0%}" if measured else NOT_MEASURED
+    return largest_range(usual(results))
 
 
 @figure
