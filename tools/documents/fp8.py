@@ -10,7 +10,6 @@ from benchmarks import models
 from . import chosen
 from .common import (
     MODE_NAMES,
-    NOT_MEASURED,
     card,
     figure,
     load,
@@ -22,7 +21,7 @@ from .common import (
     table,
     times,
 )
-from .pipelines import FP8, gibibytes, label, named, run_of, seconds
+from .pipelines import FP8, gibibytes, label, run_of, seconds
 
 FP8_MODELS = ("ltx", "flux", "flux2", "qwenimage", "wan")
 WEIGHTS = {"peaked": "as trained", "outliers": "with outliers"}
@@ -95,8 +94,7 @@ def fp8_precisions(results: Path) -> str:
             rows.append([*row, full_speed(entry, mode)])
     headers = ["model", "weights", "layers", "time", "over eager", "over injected"]
     headers += ["distance, 10⁻³", "to full speed"]
-    # The other models have too few blocks, or the same layers in both.
-    return markdown(rows, headers) + setup(load(results, "fp8_models/ltx"))
+    return markdown(rows, headers) + setup(*model_results(results))
 
 
 @table
@@ -115,18 +113,30 @@ def fp8_distances(results: Path) -> str:
     return markdown(rows, headers) + setup(*model_results(results))
 
 
+def distances_over_eager(results: Path, mode: str) -> list[float]:
+    """The models' distances from float32 in this mode, over eager's."""
+    return [
+        modes[mode]["distance_from_float32"] / modes["eager"]["distance_from_float32"]
+        for modes in (of_weights["modes"] for _, _, of_weights in forwards(results))
+        if mode in modes
+    ]
+
+
 @figure
 def fp8_distance(results: Path) -> str:
-    """The distance of models with `precision="fp8"` from float32, over eager's."""
-    modes = [of_weights["modes"] for _, _, of_weights in forwards(results)]
-    return span(
-        [
-            each[FP8]["distance_from_float32"] / each["eager"]["distance_from_float32"]
-            for each in modes
-            if FP8 in each
-        ],
-        1,
-    )
+    """All layers of the blocks in FP8, except those that modulate."""
+    return span(distances_over_eager(results, models.INJECTED_FP8), 1)
+
+
+@figure
+def fp8_models_count(results: Path) -> str:
+    return f"{len(model_results(results))} models"
+
+
+@figure
+def fp8_precision_distance(results: Path) -> str:
+    """The layers that `precision="fp8"` chooses."""
+    return span(distances_over_eager(results, FP8), 1)
 
 
 @table
@@ -163,16 +173,6 @@ def fp8_pipelines(results: Path) -> str:
     headers = ["pipeline, layers", "eager", "injected", "in FP8", "over eager, over injected"]
     headers += ["energy over injected's", "memory injected / in FP8", "injection and two steps"]
     return markdown(rows, headers) + setup(run)
-
-
-@figure
-def fp8_flux_pipeline(results: Path) -> str:
-    """Seconds of FLUX.1-dev's pipeline: eager, injected, injected in FP8."""
-    flux = named(results, "flux")
-    if not flux or FP8 not in flux["modes"]:
-        return NOT_MEASURED
-    eager, injected, fp8 = (f"{seconds(flux, name):.2f}" for name in ("eager", "injected", FP8))
-    return f"{eager}, {injected} and {fp8}"
 
 
 def full_speed(entry: dict, mode: str) -> str:

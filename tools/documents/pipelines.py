@@ -232,11 +232,6 @@ def runs_of(results: Path, name: str) -> list[dict]:
 
 
 @figure
-def sdxl_over_eager(results: Path) -> str:
-    return span([chosen.over(entry, "eager") for entry in runs_of(results, "sdxl")])
-
-
-@figure
 def sdxl_over_compiled(results: Path) -> str:
     return span([best_compiled(entry, COMPILED) for entry in runs_of(results, "sdxl")])
 

@@ -301,7 +301,13 @@ def detected(results: Path, mode: str) -> str:
     return f"{statistics.fmean(right.values()):.1%}"
 
 
-for name, mode in {"eager": "eager", "injected": "injected", "fp8": models.INJECTED_FP8}.items():
+DETECTED = {
+    "eager": "eager",
+    "backend": "eager-efficient",
+    "injected": "injected",
+    "fp8": models.INJECTED_FP8,
+}
+for name, mode in DETECTED.items():
     FIGURES[f"detected_{name}"] = functools.partial(detected, mode=mode)
 
 
