@@ -421,7 +421,7 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "dtype": record.dtype_name(dtype),
         "pipelines": [],
     }
-    output = record.destination(output, "pipelines", ("pipelines",))
+    output = record.destination(output, "pipelines", ("pipelines", "modes"))
     failed = []
     for pipeline in pipelines:
         try:

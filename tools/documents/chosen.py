@@ -148,7 +148,7 @@ def gathered_hosts(results: Path) -> dict | None:
 # -- Pipelines ---------------------------------------------------------------------------------
 
 
-def pipelines_run(results: Path, mode: str = "injected") -> dict | None:
+def pipelines_run(results: Path, mode: str = models.REGIONAL) -> dict | None:
     """The run that measured the most pipelines in this mode, of several the newest."""
     runs = [r for r in history.kept("pipelines", results) if _measured(r, mode)]
     return max(runs, key=lambda r: (_measured(r, mode), history.date(r)), default=None)

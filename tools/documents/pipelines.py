@@ -71,7 +71,7 @@ def best_compiled(entry: dict, modes: Sequence[str]) -> float | None:
     return min((over for over in measured if over), default=None)
 
 
-def run_of(results: Path, mode: str = "injected") -> dict:
+def run_of(results: Path, mode: str = models.REGIONAL) -> dict:
     return there(chosen.pipelines_run(results, mode), "pipelines")
 
 
