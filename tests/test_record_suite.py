@@ -98,9 +98,14 @@ def test_table_shows_the_newest_run_of_each_card_and_torch(tmp_path):
     add("NVIDIA H100 80GB HBM3", "04 09", torch="2.13.0")
     ran = ["5000", "40", "0"]
     assert [row[2:] for row in rows_of(tmp_path, "suite")] == [
-        ["0123abc", "2026-01-01 09:00:00 UTC", *ran, "nothing"],
-        ["0123abc", "2026-01-03 10:00:00 UTC", *ran, 'all but `-m "not slow"`, `a.py`'],
-        ["0123abc", "2026-01-04 09:00:00 UTC", *ran, "nothing"],
+        ["0123abc", "2026-01-01 09:00:00 UTC", *ran, "all"],
+        [
+            "0123abc",
+            "2026-01-03 10:00:00 UTC",
+            *ran,
+            "`-m 'not slow'`, without 1 files that need no GPU",
+        ],
+        ["0123abc", "2026-01-04 09:00:00 UTC", *ran, "all"],
     ]
 
 

@@ -302,6 +302,11 @@ def self_attention_over_fa3(results: Path, extreme: bool, usual_heads: bool) -> 
 
 
 @figure
+def attention_card(results: Path) -> str:
+    return card(load(results, "attention"))
+
+
+@figure
 def attention_typical(results: Path) -> str:
     return span(self_attention_over_fa3(results, extreme=False, usual_heads=True))
 
@@ -373,11 +378,12 @@ def ceilings(results: Path) -> str:
 
 
 def kind_of_suite(result: dict) -> str:
-    """What a run of the test suite left out: by pytest's options, then files."""
+    """Which tests a run had: by pytest's options, and how many files it left out."""
     given = result["pytest_arguments"]
-    left_out = [f'all but `{a} "{b}"`' for a, b in pairwise(given) if a in ("-m", "-k", "--draw")]
-    left_out += [f"`{Path(name).name}`" for name in result["left_out"]]
-    return ", ".join(left_out) or "nothing"
+    options = [f"`{a} '{b}'`" for a, b in pairwise(given) if a in ("-m", "-k", "--draw")]
+    files = len(result["left_out"])
+    options += [f"without {files} files that need no GPU"] if files else []
+    return ", ".join(options) or "all"
 
 
 @table
@@ -396,7 +402,7 @@ def suite(results: Path) -> str:
         ]
         for result in of_card.values()
     ]
-    headers = ["GPU", "torch", "build", "date", "passed", "skipped", "failed", "left out"]
+    headers = ["GPU", "torch", "build", "date", "passed", "skipped", "failed", "tests"]
     return markdown(rows, headers)
 
 

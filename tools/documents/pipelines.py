@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -204,13 +205,12 @@ def hunyuan_over_compiled(results: Path) -> str:
 
 @figure
 def lora_over_eager(results: Path) -> str:
-    return over_both(results, "flux_lora", "eager")
+    return span([chosen.over(entry, "eager") for entry in runs_of(results, "flux_lora")])
 
 
 @figure
 def lora_over_compiled(results: Path) -> str:
-    entry = named(results, "flux_lora")
-    return span([best_compiled(entry, COMPILED) if entry else None])
+    return span([best_compiled(entry, COMPILED) for entry in runs_of(results, "flux_lora")])
 
 
 @figure
@@ -239,7 +239,7 @@ def sdxl_over_compiled(results: Path) -> str:
 def largest_range(entries: Iterable[dict]) -> str:
     """Of the calls of a mode, in percent of their median."""
     measured = [mode for entry in entries for mode in entry["modes"].values()]
-    return f"{max(map(range_of, measured)):.0%}" if measured else NOT_MEASURED
+    return f"{math.ceil(100 * max(map(range_of, measured)))}%" if measured else NOT_MEASURED
 
 
 @figure
