@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
 import string
 import zlib
 from dataclasses import dataclass, field
@@ -13,15 +12,15 @@ from operator import attrgetter
 from pathlib import Path
 
 import diffusers
+import tomllib
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from kernels import get_kernel
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-BUILD_TOML = (CHECKOUT / "build.toml").read_text(encoding="utf-8")
-KERNEL_ID = re.findall(r'^repo-id = "(.+)"$', BUILD_TOML, re.MULTILINE)[0]
-KERNEL_VERSION = int(re.findall(r"^version = (\d+)$", BUILD_TOML, re.MULTILINE)[0])
+GENERAL = tomllib.loads((CHECKOUT / "build.toml").read_text(encoding="utf-8"))["general"]
+KERNEL_ID, KERNEL_VERSION = GENERAL["hub"]["repo-id"], GENERAL["version"]
 
 # Warnings of libraries that import others, of what no pipeline here uses.
 for logger, part in {

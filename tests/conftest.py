@@ -3,10 +3,10 @@
 import functools
 import gc
 import os
-import re
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 import selection
@@ -16,9 +16,8 @@ from processes import one_thread
 torch.backends.cudnn.allow_tf32 = False
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-BUILD_TOML = (CHECKOUT / "build.toml").read_text(encoding="utf-8")
-REPO_ID = re.search(r'^repo-id = "(.+)"$', BUILD_TOML, re.MULTILINE)[1]
-VERSION = int(re.search(r"^version = (\d+)$", BUILD_TOML, re.MULTILINE)[1])
+GENERAL = tomllib.loads((CHECKOUT / "build.toml").read_text(encoding="utf-8"))["general"]
+REPO_ID, VERSION = GENERAL["hub"]["repo-id"], GENERAL["version"]
 # kernel-builder has only tests/, the package and its sources. There tests that need more are not collected.
 if not (CHECKOUT / "reference").is_dir():
     collect_ignore_glob = ["test_[!k]*.py"]

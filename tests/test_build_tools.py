@@ -7,12 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tomllib
 from click.testing import CliRunner
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
 import build_variant
 import check_abi
-from builder.package import Revision, tomllib
+from builder.package import Revision
 from conftest import CHECKOUT
 from kernel_resources import Kernel
 from processes import run, run_python

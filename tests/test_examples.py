@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from PIL import Image, ImageSequence
 from safetensors.torch import save_file
 
 from conftest import CHECKOUT
+from processes import run as run_program
 from processes import run_python
 
 sys.path.insert(0, str(CHECKOUT / "examples"))
@@ -408,13 +408,8 @@ def test_precision_quantizes_the_layers_below_a_lora(run, monkeypatch, kernel):
 def test_nothing_is_printed_before_the_first_sentence(tmp_path):
     """No library's warnings, either."""
     script = CHECKOUT / "examples" / "generate.py"
-    result = subprocess.run(
-        [sys.executable, script, "--model", "flux", "--precision", "fp8"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = (sys.executable, script, "--model", "flux", "--precision", "fp8")
+    result = run_program(*command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path)
     assert result.returncode == 1 and result.stdout == ""
     message = "Error: --precision needs layers as wide as the published model's, and a small flux would run"
     assert result.stderr.startswith(message) and result.stderr.count("\n") == 1

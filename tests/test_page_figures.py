@@ -81,12 +81,8 @@ def test_ratios_follow_from_the_seconds_beside_them():
 
 
 def test_the_headline_is_one_run_of_three_rounds_on_one_card():
-    (run,) = {
-        run["environment"]["date"]: run
-        for run in history.kept("pipelines")
-        if run["environment"]["date"].split()[0] in PAGES["README.md"]
-        and len(run["pipelines"]) == max(len(r["pipelines"]) for r in history.kept("pipelines"))
-    }.values()
+    run = max(history.kept("pipelines"), key=lambda r: (len(r["pipelines"]), history.date(r)))
+    assert history.date(run).split()[0] in PAGES["README.md"]
     assert run["environment"]["device"] == figure("README.md", "pipelines_card")
     for entry in run["pipelines"]:
         for mode, measured in entry["modes"].items():

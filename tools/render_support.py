@@ -9,17 +9,12 @@ python tools/render_support.py --tests    # write the tests of each feature to o
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SOURCE = CHECKOUT / "docs" / "support.toml"

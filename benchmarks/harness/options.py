@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -132,6 +133,22 @@ def modes_on(device: torch.device, modes: Sequence[str]) -> list[str]:
     if sentence is not None:
         click.echo(sentence)
     return possible
+
+
+def measure_each(measures: Mapping[str, Callable[[], object]], device: torch.device) -> None:
+    """Call each, and free what it held. If one of several fails, the others are still called."""
+    failed = []
+    for name, measure in measures.items():
+        try:
+            measure()
+        except Exception:
+            if len(measures) == 1:
+                raise
+            failed.append(name)
+            click.echo(traceback.format_exc(), err=True)
+        models.free(device)
+    if failed:
+        raise click.ClickException(f"not measured: {', '.join(failed)}")
 
 
 MODEL = click.option(

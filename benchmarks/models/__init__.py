@@ -36,7 +36,8 @@ GRAPHS_FP8 = f"{GRAPHS}+fp8"
 GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
 TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
 # The layers that inject_kernels(precision=...) quantizes.
-PRECISION_MODES = {f"injected+precision-{name}": name for name in ("fp8", "fp8-fast")}
+PRECISION_FP8, PRECISION_FAST = "injected+precision-fp8", "injected+precision-fp8-fast"
+PRECISION_MODES = {PRECISION_FP8: "fp8", PRECISION_FAST: "fp8-fast"}
 FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
@@ -344,14 +345,23 @@ def _self_attentions(model: torch.nn.Module) -> Iterator[Any]:
             yield processor
 
 
-def fp8_layers(model: torch.nn.Module) -> list[str]:
-    """Names of the linear layers that TORCHAO_MODES quantize: all in blocks, except those that modulate."""
+def linear_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the linear layers in the model's stacks of blocks."""
     return [
         f"{stack}.{name}"
         for stack, blocks in model.named_children()
         if isinstance(blocks, torch.nn.ModuleList)
         for name, module in blocks.named_modules()
-        if type(module) is torch.nn.Linear and not any(part in name for part in NOT_QUANTIZED)
+        if type(module) is torch.nn.Linear
+    ]
+
+
+def fp8_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the linear layers that TORCHAO_MODES quantize: all in blocks, except those that modulate."""
+    return [
+        name
+        for name in linear_layers(model)
+        if not any(part in name.partition(".")[2] for part in NOT_QUANTIZED)
     ]
 
 

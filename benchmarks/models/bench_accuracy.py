@@ -175,8 +175,8 @@ def cases(
     if dtype != torch.float32:
         result["attention"] = ("attention", [by_head, keys, values], {})
         result["attention, text mask"] = ("attention", [by_head, *text], {"key_bias": text_bias})
-        peaked = attention_inputs.INPUTS["std 3"]((batch, seq, seq, heads, head_dim), device)
-        result["attention, peaked"] = ("attention", [t.to(dtype) for t in peaked], {})
+        spread = attention_inputs.INPUTS["std 3"]((batch, seq, seq, heads, head_dim), device)
+        result["attention, std 3"] = ("attention", [t.to(dtype) for t in spread], {})
     return result
 
 

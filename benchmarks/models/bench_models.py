@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,7 @@ from benchmarks.harness.options import (
     SIZES,
     TINY,
     Named,
+    measure_each,
     modes_on,
     modes_option,
 )
@@ -397,8 +397,8 @@ def main(
     modes = modes_on(device, modes)
     injected = any(mode.startswith("injected") for mode in modes)
     kernel, load_seconds = models.load_kernel() if injected else (None, None)
-    several, failed = len(model) > 1, []
-    for published in model:
+
+    def measure(published: Published) -> None:
         settings = Settings(
             *(published, device, dtype, modes, rounds, calls, pause_s, profiled_calls),
             *(has_distance, weights, has_memory),
@@ -413,18 +413,10 @@ def main(
             "pause_s": pause_s,
             "get_kernel_s": load_seconds,
         }
-        path = destination(output, published, several, modes, calls)
-        try:
-            measure_model(kernel, sizes, settings, tiny, head, path)
-        except Exception:
-            if not several:
-                raise
-            # The other models are still measured.
-            failed.append(published.key)
-            click.echo(traceback.format_exc(), err=True)
-        models.free(device)
-    if failed:
-        raise click.ClickException(f"not measured: {', '.join(failed)}")
+        path = destination(output, published, len(model) > 1, modes, calls)
+        measure_model(kernel, sizes, settings, tiny, head, path)
+
+    measure_each({p.key: functools.partial(measure, p) for p in model}, device)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import math
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,14 +43,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from benchmarks import models
 from benchmarks.harness import clocks, cuda_graphs, record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named, modes_on, modes_option
+from benchmarks.harness.options import (
+    DEVICE,
+    DTYPE,
+    TINY,
+    Named,
+    measure_each,
+    modes_on,
+    modes_option,
+)
 
 from accuracy import psnr
 from pipelines import FLOW, MODELS, Model, call_arguments, random_parts, random_pipeline
 
 WEIGHTS = "peaked"
-FP8 = "injected+precision-fp8"
-DEFAULT_MODES = ("eager", models.EAGER_FA3, models.REGIONAL, models.FA3, "injected", FP8)
+DEFAULT_MODES = (
+    *("eager", models.EAGER_FA3, models.REGIONAL, models.FA3),
+    *("injected", models.PRECISION_FP8),
+)
 BASELINES = ("eager", models.REGIONAL, models.FA3)
 WARM_UP_STEPS = 2  # with CUDA graphs the second one captures
 
@@ -126,18 +135,9 @@ class Pipeline:
 
 def add_lora(model: torch.nn.Module, rank: int) -> None:
     """An adapter with random weights on all linear layers of the blocks, as peft adds one."""
-    layers = [
-        f"{name}.{layer}"
-        for name, blocks in model.named_children()
-        if isinstance(blocks, torch.nn.ModuleList)
-        for layer, module in blocks.named_modules()
-        if type(module) is torch.nn.Linear
-    ]
     # A new adapter's second product is 0, unless the weights are random.
-    model.add_adapter(LoraConfig(r=rank, target_modules=layers, init_lora_weights=False))
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = weight.data.to(model.dtype)
+    options = {"target_modules": models.linear_layers(model), "init_lora_weights": False}
+    model.add_adapter(LoraConfig(r=rank, **options))
 
 
 def _published(
@@ -422,24 +422,17 @@ def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
         "pipelines": [],
     }
     output = record.destination(output, "pipelines", ("pipelines", "modes"))
-    failed = []
-    for pipeline in pipelines:
-        try:
-            entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
-        except Exception:  # the others take long
-            traceback.print_exc()
-            failed.append(pipeline.title)
-            models.free(device)
-            continue
+
+    def measure_one(pipeline: Pipeline) -> None:
+        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
         result["pipelines"].append(entry)
         if output is not None:
             record.write(output, result)
         show(entry)
-        models.free(device)
+
+    measure_each({p.title: functools.partial(measure_one, p) for p in pipelines}, device)
     if output is not None:
         click.echo(f"\nWrote {output}")
-    if failed:
-        raise click.ClickException(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

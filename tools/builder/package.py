@@ -5,18 +5,13 @@ from __future__ import annotations
 import operator
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import tomllib
 from kernels._rust import Build
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CXX_SUFFIXES = {".cpp", ".cc", ".cxx"}
 CUDA_SUFFIXES = {".cu"}

@@ -116,6 +116,10 @@ def forwards(result: Mapping | None, weights: str = WEIGHTS) -> list[Forward]:
     return rows
 
 
+def card_and_build(result: Mapping) -> tuple[str, str | None]:
+    return result["environment"]["device"], history.commit(result["environment"])
+
+
 def of_one_build(results: Path) -> dict[str, dict]:
     """The newest result of each model, all of one card and one build, by TITLES' names.
 
@@ -124,9 +128,7 @@ def of_one_build(results: Path) -> dict[str, dict]:
     of_builds: dict[tuple, dict[str, dict]] = {}
     for name in TITLES:
         for result in history.kept(f"models/{name}", results):
-            environment = result["environment"]
-            card_and_build = environment["device"], history.commit(environment)
-            of_builds.setdefault(card_and_build, {})[name] = result
+            of_builds.setdefault(card_and_build(result), {})[name] = result
 
     def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
         return len(measured), max(r["environment"]["date"] for r in measured.values())

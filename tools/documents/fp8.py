@@ -25,7 +25,6 @@ from .pipelines import FP8, gibibytes, label, run_of, seconds
 
 FP8_MODELS = ("ltx", "flux", "flux2", "qwenimage", "wan")
 WEIGHTS = {"peaked": "as trained", "outliers": "with outliers"}
-FAST = "injected+precision-fp8-fast"
 COMPARED = ("eager", "injected", models.TORCHAO, models.INJECTED_FP8)
 
 
@@ -158,7 +157,7 @@ def fp8_memory(results: Path) -> str:
 @table
 def fp8_pipelines(results: Path) -> str:
     """Whole pipelines with `precision=`: time, energy, memory, time of the injection with two steps."""
-    run = run_of(results, FAST)
+    run = run_of(results, models.PRECISION_FAST)
     rows = []
     for entry in run["pipelines"]:
         measured = entry["modes"]

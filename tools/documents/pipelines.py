@@ -27,16 +27,8 @@ from .common import (
     times,
 )
 
-FP8 = "injected+precision-fp8"
+FP8 = models.PRECISION_FP8
 COMPILED = (models.REGIONAL, models.FA3)
-# A row of the summary has one of these modes in a column.
-COLUMNS = {
-    "eager": ("eager", models.EAGER_FA3),
-    "compiled": (models.REGIONAL,),
-    "compiled, FA3": (models.FA3,),
-    "injected": ("injected",),
-    "in FP8": (FP8,),
-}
 GRAPH_COLUMNS = {
     "eager": "eager",
     models.REGIONAL: "torch.compile by blocks",
@@ -55,20 +47,9 @@ def seconds(entry: dict, mode: str) -> float | None:
     return entry["modes"][mode]["seconds"]["median"] if mode in entry["modes"] else None
 
 
-def rows_of(entry: dict) -> list[tuple[str, tuple[str, ...]]]:
-    """The rows of a pipeline, each with its modes. With FlashAttention-3 eager has a row of its own."""
-    baselines = ("eager", *COMPILED)
-    if models.EAGER_FA3 not in entry["modes"]:
-        return [(label(entry), (*baselines, "injected", FP8))]
-    return [
-        (label(entry), ("eager", models.REGIONAL, "injected", FP8)),
-        (f"{entry['title']}, with FA3 in eager", (models.EAGER_FA3, models.FA3, "injected", FP8)),
-    ]
-
-
-def best_compiled(entry: dict, modes: Sequence[str]) -> float | None:
-    """Times as fast as the faster of what was compiled."""
-    measured = [chosen.over(entry, mode) for mode in COMPILED if mode in modes]
+def best_compiled(entry: dict, modes: Sequence[str] = COMPILED) -> float | None:
+    """Times as fast as the faster of what was compiled in these modes."""
+    measured = [chosen.over(entry, mode) for mode in modes]
     return min((over for over in measured if over), default=None)
 
 
@@ -83,25 +64,31 @@ def gibibytes(measured: dict | None) -> str:
 
 @table
 def summary_pipelines(results: Path) -> str:
-    """Seconds for a picture or a video."""
+    """Seconds for a picture or a video. With FlashAttention-3 eager has a row of its own."""
     run = run_of(results)
     rows = []
     for entry in run["pipelines"]:
-        measured = entry["modes"]
-        for title, modes in rows_of(entry):
-            cells = [title]
-            for names in COLUMNS.values():
-                shown = [seconds(entry, mode) for mode in modes if mode in names]
-                cells.append(number(next(filter(None, shown), None), "s", 2))
-            if entry["steps"] < entry["published_steps"]:
-                loop = seconds(entry, "injected") - measured["injected"]["decoder_s"]
-                cells[-2] += f", {loop / entry['steps']:.2f} a step"
-            over = chosen.over(entry, modes[0]), best_compiled(entry, modes)
-            memory = measured["injected"], measured.get(FP8)
-            cells.append(", ".join(map(times, over)))
-            rows.append([*cells, " / ".join(filter(None, map(gibibytes, memory)))])
-    headers = ["pipeline", *COLUMNS, "over eager, over compiled", "memory / in FP8"]
-    return markdown(rows, headers) + setup(run)
+        if models.EAGER_FA3 in entry["modes"]:
+            with_fa3 = f"{entry['title']}, with FA3 in eager"
+            rows.append(summary_row(label(entry), entry, "eager", models.REGIONAL, None))
+            rows.append(summary_row(with_fa3, entry, models.EAGER_FA3, None, models.FA3))
+        else:
+            rows.append(summary_row(label(entry), entry, "eager", *COMPILED))
+    headers = ["pipeline", "eager", "compiled", "compiled, FA3", "injected", "in FP8"]
+    return markdown(rows, [*headers, "over eager, over compiled", "memory / in FP8"]) + setup(run)
+
+
+def summary_row(title: str, entry: dict, eager: str, *compiled: str | None) -> list[str]:
+    """The injected pipeline beside these modes; None for an empty cell."""
+    injected, fp8 = entry["modes"]["injected"], entry["modes"].get(FP8)
+    modes = (eager, *compiled, "injected", FP8)
+    times_s = [number(seconds(entry, mode) if mode else None, "s", 2) for mode in modes]
+    if entry["steps"] < entry["published_steps"]:
+        loop = injected["seconds"]["median"] - injected["decoder_s"]
+        times_s[-2] += f", {loop / entry['steps']:.2f} a step"
+    over = chosen.over(entry, eager), best_compiled(entry, list(filter(None, compiled)))
+    memory = filter(None, map(gibibytes, (injected, fp8)))
+    return [title, *times_s, ", ".join(map(times, over)), " / ".join(memory)]
 
 
 @table
@@ -141,10 +128,6 @@ def entries(results: Path) -> list[dict]:
     return (chosen.pipelines_run(results) or {"pipelines": []})["pipelines"]
 
 
-def named(results: Path, name: str) -> dict:
-    return next((entry for entry in entries(results) if entry["name"] == name), {})
-
-
 def waits_for_host(measured: dict) -> bool:
     """Whether the card was seldom at its power limit. The host then sets the time."""
     return (measured.get("power_cap") or 0) < 0.5
@@ -177,7 +160,7 @@ def pipelines_over_eager(results: Path) -> str:
 @figure
 def pipelines_over_compiled(results: Path) -> str:
     """Over the faster of torch.compile with and without FlashAttention-3."""
-    return span([best_compiled(entry, COMPILED) for entry in usual(results)])
+    return span([best_compiled(entry) for entry in usual(results)])
 
 
 @figure
@@ -185,9 +168,9 @@ def fp8_over_eager(results: Path) -> str:
     return span([chosen.over(entry, "eager", FP8) for entry in usual(results)])
 
 
-def over_both(results: Path, name: str, *baselines: str) -> str:
-    """One pipeline over each of these modes."""
-    entry = named(results, name)
+def hunyuan_over(results: Path, *baselines: str) -> str:
+    """HunyuanVideo 1.5 over each of these modes."""
+    entry = next((e for e in entries(results) if e["name"] == "hunyuan_video15"), None)
     over = [chosen.over(entry, baseline) if entry else None for baseline in baselines]
     return " and ".join(NOT_MEASURED if value is None else f"{value:.2f}" for value in over)
 
@@ -195,12 +178,12 @@ def over_both(results: Path, name: str, *baselines: str) -> str:
 @figure
 def hunyuan_over_eager(results: Path) -> str:
     """With the default attention, whose mask is dense, and with FlashAttention-3."""
-    return over_both(results, "hunyuan_video15", "eager", models.EAGER_FA3)
+    return hunyuan_over(results, "eager", models.EAGER_FA3)
 
 
 @figure
 def hunyuan_over_compiled(results: Path) -> str:
-    return over_both(results, "hunyuan_video15", *COMPILED)
+    return hunyuan_over(results, *COMPILED)
 
 
 @figure
@@ -210,7 +193,7 @@ def lora_over_eager(results: Path) -> str:
 
 @figure
 def lora_over_compiled(results: Path) -> str:
-    return span([best_compiled(entry, COMPILED) for entry in runs_of(results, "flux_lora")])
+    return span([best_compiled(entry) for entry in runs_of(results, "flux_lora")])
 
 
 @figure
@@ -221,11 +204,10 @@ def pipelines_rounds(results: Path) -> str:
 def runs_of(results: Path, name: str) -> list[dict]:
     """A pipeline in all runs of the shown run's card and build that compiled it."""
     run = chosen.pipelines_run(results)
-    place = run and (history.card(run["environment"]), history.commit(run["environment"]))
     return [
         entry
         for other in history.kept("pipelines", results)
-        if (history.card(other["environment"]), history.commit(other["environment"])) == place
+        if run and chosen.card_and_build(other) == chosen.card_and_build(run)
         for entry in other["pipelines"]
         if entry["name"] == name and models.REGIONAL in entry["modes"]
     ]
@@ -233,7 +215,7 @@ def runs_of(results: Path, name: str) -> list[dict]:
 
 @figure
 def sdxl_over_compiled(results: Path) -> str:
-    return span([best_compiled(entry, COMPILED) for entry in runs_of(results, "sdxl")])
+    return span([best_compiled(entry) for entry in runs_of(results, "sdxl")])
 
 
 def largest_range(entries: Iterable[dict]) -> str:
@@ -245,6 +227,11 @@ def largest_range(entries: Iterable[dict]) -> str:
 @figure
 def sdxl_range(results: Path) -> str:
     return largest_range(runs_of(results, "sdxl"))
+
+
+@figure
+def lora_range(results: Path) -> str:
+    return largest_range(runs_of(results, "flux_lora"))
 
 
 @figure

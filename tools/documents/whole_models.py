@@ -202,7 +202,7 @@ def accuracy_operations(results: Path) -> str:
     dtypes = list(dict.fromkeys(entry["dtype"] for entry in result["operations"]))
     worst: dict[str, dict[str, float]] = {}
     for entry in result["operations"]:
-        row = worst.setdefault(entry["operation"].replace("peaked", "std 3"), {})
+        row = worst.setdefault(entry["operation"], {})
         row[entry["dtype"]] = max(entry["ratio"], row.get(entry["dtype"], 0.0))
     rows = [
         [name, *(f"{row[dtype]:.3f}" if dtype in row else "" for dtype in dtypes)]

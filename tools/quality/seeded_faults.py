@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import tomllib
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT / "tools"))
-from builder.package import hub_name, tomllib  # noqa: E402
+from builder.package import hub_name  # noqa: E402
 
 SOURCE = Path(__file__).with_suffix(".toml")
 PACKAGE = "torch-ext/h100_diffusers_kernels/"
