@@ -25,6 +25,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
+from ..core.adapters import is_adapted
 from ..core.checks import KnownFunction, class_name, is_stock
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
@@ -33,11 +34,16 @@ from ..parallel.exchange import attend_in_parallel, wire_empty
 from ..parts.linears import (
     QUERY_KEY_VALUE,
     TEXT_QUERY_KEY_VALUE,
+    LoraProduct,
     can_write_linear,
+    can_write_rows,
+    features_of,
     is_identity,
     linear,
     linear_per_sample,
     linears,
+    lora_products,
+    lora_results,
     write_linear,
 )
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
@@ -367,7 +373,7 @@ def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
     """``layer(x)`` in the memory of ``wire_empty``, if matrix products can write it there without a copy."""
     if x.shape[0] != 1 or not can_write_linear(layer, x):
         return linear(layer, x)
-    value = wire_empty(config, x, layer._parameters["weight"].shape[0], heads)
+    value = wire_empty(config, x, features_of(layer), heads)
     write_linear(layer, x, value)
     return value
 
@@ -609,7 +615,7 @@ _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 class Projections:
     """Query, key and value of one token stream, each (B, S, H * d); the names of the query and key norms; and
     the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
-    its layer and the layer's input, or a function."""
+    its layer and the layer's input, or a ``LoraProduct``."""
 
     __slots__ = ("key", "norms", "query", "rope", "value")
 
@@ -648,9 +654,37 @@ def project(
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             streams.append(Projections(query, key, value, norms, rope))
         else:
-            query, key = linears(x, modules[q], modules[k])
-            streams.append(Projections(query, key, (modules[v], x), norms, rope))
+            layers = modules[q], modules[k], value_layer
+            products = lora_products(x, *layers) if any(map(is_adapted, layers)) else None
+            if products is None:
+                query, key = linears(x, *layers[:2])
+                value = value_layer, x
+            else:
+                (query, key), value = lora_results(products[:2]), products[2]
+            streams.append(Projections(query, key, value, norms, rope))
     return streams
+
+
+def _value_of(value: Any) -> Any:
+    """The value of ``Projections``, computed."""
+    if type(value) is LoraProduct:
+        return lora_results([value])[0]
+    return linear(*value) if isinstance(value, tuple) else value
+
+
+def _can_write_value(value: Any, size: int) -> bool:
+    """Whether ``_write_value`` takes the value of ``Projections``, of this many features."""
+    if type(value) is LoraProduct:
+        return value.weight.shape[0] == size and can_write_rows(value.x)
+    is_layer = isinstance(value, tuple) and can_write_linear(*value)
+    return is_layer and features_of(value[0]) == size
+
+
+def _write_value(value: Any, out: Tensor) -> None:
+    if type(value) is LoraProduct:
+        lora_results([value], out=(out,))
+    else:
+        write_linear(*value, out)
 
 
 def _joint_query_key_value(
@@ -676,14 +710,10 @@ def _joint_query_key_value(
             return None
         rotations.append((operand, options))
     for stream in streams:
-        value = stream.value
-        if not (
-            isinstance(value, tuple)
-            and (config is None or first.shape[0] == 1)
-            and can_write_linear(*value)
-            and value[0]._parameters["weight"].shape[0] == first.shape[2]
-        ):
-            value = stream.value = linear(*value) if isinstance(value, tuple) else value
+        value, is_sent = stream.value, config is not None
+        may_wait = not is_sent or (first.shape[0] == 1 and type(value) is not LoraProduct)
+        if not (may_wait and _can_write_value(value, first.shape[2])):
+            value = stream.value = _value_of(value)
             if value.shape != stream.query.shape or not same_dtype_and_unit_stride(
                 stream.query, value
             ):
@@ -704,11 +734,11 @@ def _joint_query_key_value(
     later: list[Any] = []
     for stream, (operand, options), out in zip(streams, rotations, places):
         v: Any = stream.value
-        if isinstance(v, tuple):
+        if not isinstance(v, Tensor):
             if config is None:
-                write_linear(v[0], v[1], out[2])
+                _write_value(v, out[2])
             else:
-                later.append((v[0], v[1], out[2]))
+                later.append((*v, out[2]))
             v, out = None, out[:2]
         operations.qk_norm_rope(
             stream.query, stream.key, rope=operand, heads=heads, v=v, out=out, **options
@@ -752,8 +782,7 @@ def attend_to_all(
         for stream in streams:
             operands = (stream.query, stream.key, stream.rope, rotate, "per_head", heads)
             q, k = norm_and_rotate(call, module, *operands, config=alone, names=stream.norms)
-            value = stream.value
-            each.append((q, k, linear(*value) if isinstance(value, tuple) else value))
+            each.append((q, k, _value_of(stream.value)))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint
     if joint_rope is not None:

@@ -124,6 +124,10 @@ class ThreadValue(threading.local):
     value: Any = None
 
 
+# The call of this thread whose forward runs, for layers that count their fall-backs as its.
+current = ThreadValue()
+
+
 class Injection:
     """The injection of one model: shared state of its stand-ins.
 
@@ -309,10 +313,16 @@ class StandIn:
             state.distrust()  # hooks may write to the masks that it is given
             call.state = None
         result: Any = NotImplemented
-        if reason is None:
+        if reason is not None:
+            call.fall_back(reason)
+        elif is_traced:
             result = spec.forward(module, call, *args, **kwargs)
         else:
-            call.fall_back(reason)
+            outer, current.value = current.value, call
+            try:
+                result = spec.forward(module, call, *args, **kwargs)
+            finally:
+                current.value = outer
         if result is NotImplemented:
             if state is not None:
                 state.shared.clear()  # its parts may write to what it was made from

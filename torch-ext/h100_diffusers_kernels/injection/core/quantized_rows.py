@@ -24,15 +24,17 @@ class QuantizedRows:
         dtype: the tensor's.
         weights: the ``fp8_linears.Fp8Weight`` of each layer that was found to take it.
         shape: the tensor's.
+        lows: the first products of these weights' adapters, once one was needed, by their terms.
     """
 
-    __slots__ = ("dtype", "scale", "shape", "values", "weights")
+    __slots__ = ("dtype", "lows", "scale", "shape", "values", "weights")
 
     def __init__(
         self, values: Tensor, scale: Tensor, dtype: torch.dtype, weights: dict[Any, Any]
     ) -> None:
         self.values, self.scale, self.dtype, self.weights = values, scale, dtype, weights
         self.shape = values.shape
+        self.lows: dict[int, Any] | None = None
 
     def __getitem__(self, index: Any) -> QuantizedRows:
         """Some of the rows."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention import modules as attention
+from ..core.adapters import read_adapters
 from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
@@ -28,7 +29,7 @@ from ..parts import linears, streams
 from ..parts.blocks import IMAGE_READERS, add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import RowsByToken, chosen_norm_modulate
-from ..quantized.fp8_linears import LINEAR, are_fp8
+from ..quantized.fp8_linears import are_fp8
 from ..quantized.precision import ONE_LIST
 
 _MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
@@ -49,9 +50,11 @@ def _first_norm(call: Call, block, previous_x, temb: Tensor, indices: Tensor) ->
 
     def rows_of() -> streams.Rows:
         layer: Any = module._modules.get("linear") if is_stock(module, _MODULATION) else None
-        if not is_stock(layer, LINEAR) or not (linears.plain_weight(layer) or are_fp8(layer)):
+        found = None if layer is None else read_adapters(layer)
+        base = None if found is None else found[0][0]
+        if base is None or not (linears.plain_weight(base) or are_fp8(base)):
             return _chosen(call, module(temb), indices)
-        dtype = layer._parameters["weight"].dtype
+        dtype = base._parameters["weight"].dtype
         embedding = call.shared(f"silu {dtype}", temb, lambda temb: F.silu(temb).to(dtype))
         tables = linears.linear(layer, embedding).view(-1, 6 * module.hidden_size)
         return _chosen(call, tables.chunk(6, dim=-1), indices)

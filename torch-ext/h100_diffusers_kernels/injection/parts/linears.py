@@ -1,13 +1,13 @@
 """Linear layers and feed-forwards, computed without a module call if they are plain.
 
-LoRA and quantization replace the layer or its weight, offloading adds hooks. Then the module is called,
-except with the FP8 weights of ``fp8_linears``.
+Adapters and quantization replace the layer or its weight, offloading adds hooks. Then the module is called,
+except with plain LoRA (``adapters``) and the FP8 weights of ``fp8_linears``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,18 @@ from ...operations.conditions import (
     same_dtype_and_unit_stride,
     why_not_taken,
 )
+from ..core.adapters import (
+    are_operands,
+    below_adapters,
+    is_adapted,
+    lora_operands,
+    read_adapters,
+    why_by_peft,
+    with_lora_bias,
+    without_adapters_at_rest,
+)
 from ..core.checks import KnownClass, KnownClasses, is_stock, replaced_function, why_not_stock
-from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in
+from ..core.patch import Call, ExactSpec, PatchSpec, StandIn, bare_stand_in, current
 from ..core.quantized_rows import FP8_BLOCK, QuantizedRows, as_tensor, quantized_rows
 from ..quantized.fp8_linears import (
     LINEAR,
@@ -54,6 +64,8 @@ QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
+# Below it LoRA runs as products of PyTorch, which are faster for few rows, and on CPUs.
+MIN_LORA_ROWS = {"cuda": 256, "cpu": 1 << 40}
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
 _MIN_ROWS_PER_SAMPLE = 1024
 
@@ -62,7 +74,11 @@ def linear(layer: Any, x: Any) -> Tensor:
     """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``. x may be quantized."""
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
-    if is_stock(layer, LINEAR):
+    if type(layer) is not LINEAR.cls and is_adapted(layer):
+        results = _adapted_linears(x, layer)
+        if results is not None:
+            return results[0]
+    elif is_stock(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
             weight, bias = parameters["weight"], parameters["bias"]
@@ -72,7 +88,14 @@ def linear(layer: Any, x: Any) -> Tensor:
                     return fp8_product(quantized_rows(x), found[layer])
             x = as_tensor(x) if type(x) is QuantizedRows else x
             return torch.nn.functional.linear(x, weight, bias)
-    return layer(as_tensor(x))
+    return run_layer(layer, as_tensor(x))
+
+
+def run_layer(layer: Any, x: Tensor) -> Tensor:
+    """``layer(x)`` by its library's code, counted if that is an adapter of peft."""
+    if is_adapted(layer) and current.value is not None and not torch.compiler.is_dynamo_compiling():
+        current.value.fall_back(why_by_peft(layer, x))
+    return layer(x)
 
 
 def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
@@ -83,6 +106,11 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         rows = x if is_quantized else quantized_rows(x)
         return fp8_products(rows, [*map(weights.__getitem__, layers)])
     if is_quantized:
+        return [linear(layer, x) for layer in layers]
+    if any(map(is_adapted, layers)):
+        products = lora_products(x, *layers)
+        if products is not None:
+            return lora_results(products)
         return [linear(layer, x) for layer in layers]
     are_plain = is_stock(layers[0], LINEAR, *layers[1:])
     results = []
@@ -96,8 +124,127 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
     return results
 
 
+# --------------------------------------------------------------------------------------------------
+# Layers with adapters
+
+
+@dataclass(frozen=True, slots=True)
+class LoraProduct:
+    """The result of a layer with LoRA, ``x @ weight.T + low @ up.T + bias``, that is yet to be computed.
+
+    Attributes:
+        low: the adapters' first product, (..., R); None if they are at rest.
+        up: (N, R).
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    low: Tensor | None
+    up: Tensor | None
+
+
+def lora_products(x: Any, *layers: Any) -> list[LoraProduct] | None:
+    """The products of layers of which peft has wrapped some; all adapters share the first product. None if
+    peft has to compute one, or a layer's weight is not plain."""
+    found = read_adapters(*layers)
+    if found is None or type(x) is QuantizedRows:
+        return None
+    tensors, groups = [], []
+    for base, terms in found:
+        parameters = base._parameters
+        weight = parameters.get("weight")
+        if type(weight) not in PLAIN_TYPES or "bias" not in parameters:
+            return None
+        tensors.append(weight)
+        tensors.append(parameters["bias"])
+        if terms:
+            groups.append(terms)
+            if not are_operands(terms, x):
+                return None
+    if not kernels_take(x, *tensors) or is_differentiated(x, *tensors):
+        return None
+    lows: Any = iter(())
+    if groups:
+        operands = lora_operands(groups)
+        lows = zip(operands.lows(_scaled_linear(x, operands.down, operands.scale)), operands.ups)
+    products, of_layers = [], iter(tensors)
+    for _, terms in found:
+        weight, bias = next(of_layers), next(of_layers)
+        low, up = next(lows) if terms else (None, None)
+        products.append(LoraProduct(x, weight, with_lora_bias(bias, terms), low, up))
+    return products
+
+
+def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """``scale * linear(x, weight)``, rounded once."""
+    if scale == 1:
+        return torch.nn.functional.linear(x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    unused = rows.new_empty(1)
+    product = torch.addmm(unused, rows, weight.t(), beta=0, alpha=scale)
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def lora_results(
+    products: list[LoraProduct], approximate: str | None = None, out: Any = None
+) -> list[Tensor]:
+    """The results of products of one input, or their GELU with this approximation, written to ``out`` if that
+    is given."""
+    x = products[0].x
+    if (
+        all([product.low is not None for product in products])
+        and len(products) <= 3
+        and x.shape[:-1].numel() >= MIN_LORA_ROWS[x.device.type]
+        and x.dtype in _EPILOGUE_DTYPES
+        and x.shape[-1] % 8 == 0
+        and x.is_contiguous()
+        and all([p.weight.is_contiguous() and p.weight.data_ptr() % 16 == 0 for p in products])
+    ):
+        weights, lows = [p.weight for p in products], [p.low for p in products]
+        ups, biases = [p.up for p in products], [p.bias for p in products]
+        options = {"approximate": approximate, "out": out}
+        return [*operations.linears_lora(x, weights, lows, ups, biases, **options)]
+    results = []
+    for product, place in zip(products, [None] * len(products) if out is None else out):
+        result = _lora_result(product, place)
+        if approximate is not None:
+            gelu = operations.gelu(result, approximate)
+            result = gelu if place is None else place.copy_(gelu)
+        results.append(result)
+    return results
+
+
+def _lora_result(product: LoraProduct, out: Tensor | None) -> Tensor:
+    x, weight, low = product.x, product.weight, product.low
+    if out is not None and out.dim() > 2:  # each sample is contiguous
+        lows = [None] * len(x) if low is None else low.unbind(0)
+        for sample, of_sample, place in zip(x.unbind(0), lows, out.unbind(0)):
+            _lora_result(replace(product, x=sample, low=of_sample), place)
+        return out
+    out = torch.nn.functional.linear(x, weight, product.bias, **({} if out is None else {"out": out}))
+    if low is not None and product.up is not None:
+        size = product.up.shape
+        out.view(-1, size[0]).addmm_(low.reshape(-1, size[1]), product.up.t())
+    return out
+
+
+def _adapted_linears(x: Any, *layers: Any) -> Sequence[Tensor] | None:
+    """``layer(x)`` of layers of which peft has wrapped some; None if peft has to compute one."""
+    weights = None if has_plain_weight(layers[0]) else fp8_weights_for(x, *layers)
+    if weights is not None:
+        return fp8_products(quantized_rows(x), [*map(weights.__getitem__, layers)])
+    products = lora_products(as_tensor(x), *layers)
+    return None if products is None else lora_results(products)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a plain ``torch.nn.Linear`` whose values are plain, or None."""
+    if type(layer) is not LINEAR.cls:
+        layer = without_adapters_at_rest(layer)
     if not is_stock(layer, LINEAR):
         return None
     parameters = layer._parameters
@@ -114,7 +261,9 @@ def plain_weights(dtype: torch.dtype, *layers: Any) -> list[tuple[Tensor, Tensor
     """Weight and bias of each layer, if all are plain ``torch.nn.Linear`` with plain values and weights of
     this dtype. Then their results for plain inputs are plain and contiguous."""
     if not is_stock(layers[0], LINEAR, *layers[1:]):
-        return None
+        layers = tuple(map(without_adapters_at_rest, layers))
+        if not is_stock(layers[0], LINEAR, *layers[1:]):
+            return None
     found = []
     for layer in layers:
         parameters = layer._parameters
@@ -192,7 +341,12 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
-    plain = plain_weight(layer)
+    plain, terms = plain_weight(layer), ()
+    if plain is None and is_adapted(layer) and has_plain_weight(layer):
+        found = read_adapters(layer)
+        if found is not None and are_operands(found[0][1], first):
+            ((base, terms),) = found
+            plain = plain_weight(base)
     if (
         plain is not None
         and (call.state is not None or may_write())
@@ -202,12 +356,23 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
         and second.is_contiguous()
     ):
         weight, bias = plain
-        sizes = (first.shape[-1], second.shape[-1])
-        first_weight, second_weight = weight.split_with_sizes(sizes, 1)
-        out = torch.nn.functional.linear(first, first_weight, bias)
-        out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
+        out = _linear_of_two(first, second, weight, with_lora_bias(bias, terms))
+        if terms:
+            operands = lora_operands([terms])
+            low = _linear_of_two(first, second, operands.down)
+            (up,) = operands.ups
+            rows = low.view(-1, low.shape[-1])
+            out.view(-1, out.shape[-1]).addmm_(rows, up.t(), alpha=operands.scale)
         return out
     return linear(layer, torch.cat([first, second], dim=-1))
+
+
+def _linear_of_two(first: Tensor, second: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    sizes = (first.shape[-1], second.shape[-1])
+    first_weight, second_weight = weight.split_with_sizes(sizes, 1)
+    out = torch.nn.functional.linear(first, first_weight, bias)
+    out.view(-1, out.shape[-1]).addmm_(second.view(-1, sizes[1]), second_weight.t())
+    return out
 
 
 def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | None:
@@ -224,14 +389,21 @@ def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | N
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
     weights = weights_of_products(call, x, activated, other)
-    if weights is None or weights[0].shape != weights[1].shape:
+    products = None
+    if weights is None and x.is_contiguous() and (is_adapted(activated) or is_adapted(other)):
+        products = lora_products(x.view(-1, x.shape[-1]), activated, other)
+        weights = None if products is None else [product.weight for product in products]
+    if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
         return torch.nn.functional.silu(gate) * up
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
     rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
-    for weight, out in zip(weights, outs):
-        torch.mm(rows, weight.t(), out=out)
+    if products is not None:
+        lora_results(products, out=outs)
+    else:
+        for weight, out in zip(weights, outs):
+            torch.mm(rows, weight.t(), out=out)
     return operations.swiglu(both, activated="first")
 
 
@@ -257,20 +429,19 @@ def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
             return product if is_branch else product.result()
     if x.is_contiguous() or not can_write_linear(layer, x):
         return linear(layer, x.contiguous())
-    out = x.new_empty(*x.shape[:2], layer._parameters["weight"].shape[0])
+    out = x.new_empty(*x.shape[:2], features_of(layer))
     write_linear(layer, x, out)
     return out
 
 
+def features_of(layer: Any) -> int:
+    """The number of features of a plain layer's result, or of one that peft has wrapped."""
+    return int(below_adapters(layer)._parameters["weight"].shape[0])
+
+
 def can_write_linear(layer: Any, x: Tensor) -> bool:
     """Whether ``write_linear`` takes the layer and x (B, S, D). It computes one product per sample."""
-    if (
-        not may_write()  # first, so that torch.compile sees no size compared
-        or (x.shape[0] != 1 and x.shape[1] < _MIN_ROWS_PER_SAMPLE)
-        or x.stride(1) != x.shape[2]
-    ):
-        return False
-    plain = plain_weight(layer)
+    plain = plain_weight(layer) if can_write_rows(x) else None
     return (
         plain is not None
         and same_dtype_and_unit_stride(x, *plain)
@@ -278,11 +449,20 @@ def can_write_linear(layer: Any, x: Tensor) -> bool:
     )
 
 
+def can_write_rows(x: Tensor) -> bool:
+    """Whether products of x (B, S, D) are computed one per sample, into slices of tokens."""
+    return (
+        may_write()  # first, so that torch.compile sees no size compared
+        and (x.shape[0] == 1 or x.shape[1] >= _MIN_ROWS_PER_SAMPLE)
+        and x.stride(1) == x.shape[2]
+    )
+
+
 def write_linear(layer: Any, x: Tensor, out: Tensor) -> None:
     """Writes ``layer(x)`` of x (B, S, D) to ``out`` (B, S, D'), in which each sample is contiguous, or to
     (1, S, C, H / C, d) with a product for each of the C chunks of heads."""
     product: Any = torch.nn.functional.linear
-    weight, bias = layer._parameters["weight"], layer._parameters["bias"]
+    weight, bias = plain_weight(layer)  # type: ignore[misc]
     if out.dim() == 3:
         for sample, place in zip(x.unbind(0), out.unbind(0)):
             product(sample, weight, bias, out=place)
@@ -388,7 +568,7 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
     if found is None or entry is None:
         return None
     known, why_not, halves, operation = entry
-    inner = proj._parameters
+    inner = below_adapters(proj)._parameters
     is_quantized = type(x) is QuantizedRows
     if is_quantized and proj in x.weights:
         features = x.weights[proj].values.shape[0]
@@ -421,6 +601,10 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
 
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
     """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
+    if is_adapted(layer) and has_plain_weight(layer) and type(x) is not QuantizedRows:
+        products = lora_products(x, layer)
+        if products is not None and products[0].low is not None:
+            return lora_results(products, approximate)[0]
     if (
         isinstance(x, Tensor)
         and approximate == "tanh"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...operations.conditions import an
+from ..core.adapters import is_adapted, read_adapters
 from ..core.checks import (
     KnownClass,
     KnownClasses,
@@ -403,7 +404,7 @@ def linear_of_silu(
     if plain is None:
         if previous_x is not None and not may_run_ahead(layer, previous_x):
             return None
-        if are_fp8(layer):
+        if are_fp8(layer) or (is_adapted(layer) and read_adapters(layer) is not None):
             return linear(layer, call.shared(name, temb, torch.nn.functional.silu))
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if previous_x is not None and plain[0].device != previous_x.device:

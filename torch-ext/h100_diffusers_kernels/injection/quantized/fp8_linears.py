@@ -29,6 +29,14 @@ from ...operations.conditions import (
     kernels_take,
 )
 from ..core import checks
+from ..core.adapters import (
+    Lora,
+    are_operands,
+    below_adapters,
+    lora_operands,
+    read_adapters,
+    with_lora_bias,
+)
 from ..core.checks import KnownClass
 from ..core.patch import Call, ExactSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, quantized_rows
@@ -44,16 +52,23 @@ _MULTIPLE = 16  # of the number of input features, and of addresses
 
 
 class Fp8Weight(NamedTuple):
-    """A layer's values (N, K), their scale (N, 1) or (1, 1), and its bias."""
+    """A layer's values (N, K), their scale (N, 1) or (1, 1), its bias, and the terms of its adapters."""
 
     values: Tensor
     scale: Tensor
     bias: Tensor | None
+    terms: tuple[Lora, ...] = ()
 
 
 def fp8_weight(layer: Any, is_traced: bool | None = None) -> Fp8Weight | None:
     """A layer's weight and bias for ``linear_fp8``, or None if it is no FP8 layer. ``is_traced``: whether
     torch.compile traces, if the caller knows."""
+    terms: tuple[Lora, ...] = ()
+    if "base_layer" in layer._modules:
+        adapted = read_adapters(layer)
+        if adapted is None:
+            return None
+        ((layer, terms),) = adapted
     parameters = layer._parameters
     weight: Any = parameters.get("weight")
     cls: Any = type(weight)
@@ -82,7 +97,7 @@ def fp8_weight(layer: Any, is_traced: bool | None = None) -> Fp8Weight | None:
             stand_in.cached = (weakref.ref(values), *ids)
     # Without the call of the class's own ``__new__``.
     return tuple.__new__(
-        Fp8Weight, (values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias)
+        Fp8Weight, (values, scale if scale.dim() == 2 else scale.unsqueeze(1), bias, terms)
     )
 
 
@@ -126,6 +141,9 @@ def _are_operands(weight: Any, values: Any, scale: Any, bias: Any, is_traced: bo
 
 def are_stock_linears(*layers: Any) -> bool:
     """Whether a call of each layer runs only its library's code, and all have one class."""
+    for layer in layers:
+        if "base_layer" in layer._modules:
+            return read_adapters(*layers) is not None
     first = layers[0]
     known = _BFL_LINEAR if type(first) is _BFL_LINEAR.cls else LINEAR
     return checks.is_stock(first, known, *layers[1:])
@@ -144,8 +162,9 @@ def fp8_takes(x: Any) -> bool:
 def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
     """Whether the kernels compute the result of a layer with this weight for an input with x's dtype and
     device and this number of features."""
-    values, _, bias = found
+    values, _, bias, terms = found
     dtype = x.dtype
+    layer = below_adapters(layer)
     return (
         values.shape[1] == features
         and values.device == x.device
@@ -156,6 +175,7 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
             torch.is_grad_enabled()
             and any(p is not None and p.requires_grad for p in layer._parameters.values())
         )
+        and (not terms or are_operands(terms, x))
     )
 
 
@@ -173,12 +193,13 @@ def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     for layer, found in weights.items():
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
-    known = _BFL_LINEAR if type(layers[0]) is _BFL_LINEAR.cls else LINEAR
-    return weights if checks.is_stock(layers[0], known, *layers[1:]) else None
+    return weights if are_stock_linears(*layers) else None
 
 
 def has_plain_weight(layer: Any) -> bool:
-    """Whether a layer is PyTorch's with a plain weight, so that it is no FP8 layer."""
+    """Whether a layer is PyTorch's with a plain weight, so that it is no FP8 layer, below adapters if any."""
+    if type(layer) is not nn.Linear:
+        layer = below_adapters(layer)
     return type(layer) is nn.Linear and type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
@@ -187,10 +208,34 @@ def are_fp8(*layers: Any) -> bool:
     return None not in map(fp8_weight, layers) and are_stock_linears(*layers)
 
 
+def _low_rank(x: QuantizedRows, found: Sequence[Fp8Weight]) -> list[dict[str, Any]]:
+    """For each weight the operations' operands of its bias and its terms. The terms of all weights that take
+    these rows share their first product."""
+    adapted = [weight for weight in found if weight.terms]
+    if not adapted:
+        return [{"bias": weight.bias} for weight in found]
+    if x.lows is None or any(id(weight.terms) not in x.lows for weight in adapted):
+        group = {id(w.terms): w.terms for w in (*x.weights.values(), *adapted) if w.terms}
+        operands = lora_operands([*group.values()])
+        down, scale = operands.down, operands.scale
+        products = operations.lora_down_fp8(x.values, x.scale, down, alpha=scale)
+        pairs = zip(operands.lows(products), operands.ups)
+        # The terms are kept, so that their ids stay theirs.
+        x.lows = {key: (group[key], *pair) for key, pair in zip(group, pairs)}
+    each: list[dict[str, Any]] = []
+    for weight in found:
+        operand: dict[str, Any] = {"bias": weight.bias}
+        if weight.terms:
+            _, operand["low"], operand["up"] = x.lows[id(weight.terms)]
+            operand["bias"] = with_lora_bias(weight.bias, weight.terms)
+        each.append(operand)
+    return each
+
+
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     """The layer's result."""
-    weight, scale, bias = found
-    return operations.linear_fp8(x.values, x.scale, weight, scale, bias, dtype=x.dtype)
+    (options,) = _low_rank(x, (found,))
+    return operations.linear_fp8(x.values, x.scale, *found[:2], **options, dtype=x.dtype)
 
 
 class Fp8Product(NamedTuple):
@@ -209,7 +254,9 @@ class Fp8Product(NamedTuple):
     def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
         """``residual + gate * result``, of a 16-bit residual."""
         x, weight = self
-        return operations.linear_gated_residual_fp8(residual, x.values, x.scale, *weight, gate=gate)
+        (options,) = _low_rank(x, (weight,))
+        operands = (residual, x.values, x.scale, *weight[:2])
+        return operations.linear_gated_residual_fp8(*operands, **options, gate=gate)
 
 
 def computed(y: Any) -> Any:
@@ -221,14 +268,19 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):
         return [fp8_product(x, weight) for weight in found]
-    return operations.linears_fp8(x.values, x.scale, *zip(*found), dtype=x.dtype)
+    options = _low_rank(x, found)
+    weights, scales = [w.values for w in found], [w.scale for w in found]
+    biases, *lora = ([each.get(name) for each in options] for name in ("bias", "low", "up"))
+    return operations.linears_fp8(x.values, x.scale, weights, scales, biases, *lora, dtype=x.dtype)
 
 
 def fp8_gelu_product(
     x: QuantizedRows, found: Fp8Weight, approximate: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    return operations.linear_gelu_fp8(x.values, x.scale, *found, approximate=approximate, out=out)
+    (options,) = _low_rank(x, (found,))
+    options.update(approximate=approximate, out=out)
+    return operations.linear_gelu_fp8(x.values, x.scale, *found[:2], **options)
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:

@@ -1,0 +1,218 @@
+"""Adapters of peft on linear layers.
+
+peft puts a wrapper around a layer, which calls the layer and adds to its result. A wrapper at rest (merged,
+disabled, of scale 0 or without active adapters) computes what its layer computes. The kernels compute plain
+LoRA,
+
+    layer(x) + sum of scale * up(down(x))
+
+with the ``lora_A`` and ``lora_B`` of each active adapter as down and up. peft computes everything else: DoRA
+and other variants, dropout in training, weights of another dtype, layers that are not linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...operations.conditions import (
+    PLAIN_TYPES,
+    an,
+    is_differentiated,
+    kernels_take,
+    why_not_taken,
+)
+from . import checks
+from .checks import KnownClass, class_name, is_stock, runs_class_forward
+
+_LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
+_LORA = KnownClass("peft.tuners.lora.layer:Linear")
+_RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
+_NO_WEIGHTS: dict[str, Any] = {}
+_UNMERGES = "has merged weights that this call takes off again"
+
+
+class Lora(NamedTuple):
+    """The term of one adapter: ``scale * (x @ down.T @ up.T + bias)``. The scale is a number, or a tensor
+    that a hot-swap writes to."""
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None
+    scale: Any
+
+
+def is_adapted(layer: Any) -> bool:
+    return "base_layer" in layer._modules
+
+
+def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
+    """The linear layer below the adapters of each layer, and their terms. None if a layer's call runs other
+    code than PyTorch's linear layer and plain LoRA."""
+    found: list[tuple[Any, tuple[Lora, ...]]] = []
+    linears: list[Any] = []
+    for layer in layers:
+        if type(layer) is _LINEAR.cls:
+            found.append((layer, ()))
+            linears.append(layer)
+            continue
+        if layer is None or "base_layer" not in layer._modules:
+            return None
+        terms = _read(layer, linears)
+        if type(terms) is not tuple:
+            return None
+        base = layer._modules["base_layer"]
+        found.append((base, terms))
+        linears.append(base)
+    return found if is_stock(linears[0], _LINEAR, *linears[1:]) else None
+
+
+def without_adapters_at_rest(layer: Any) -> Any:
+    """The layer, or the one below its adapters if these are at rest."""
+    if type(layer) is _LINEAR.cls or layer is None or "base_layer" not in layer._modules:
+        return layer
+    return layer._modules["base_layer"] if _read(layer, []) == () else layer
+
+
+def below_adapters(layer: Any) -> Any:
+    """The layer below all adapters, whatever these compute."""
+    while "base_layer" in layer._modules:
+        layer = layer._modules["base_layer"]
+    return layer
+
+
+def _read(layer: Any, linears: list[Any]) -> tuple[Lora, ...] | str:
+    """The terms of a wrapper of peft, none of which is 0, or why peft has to compute its result, as a clause.
+    Adds the terms' linear layers to ``linears``, to be checked."""
+    cls, state = type(layer), layer.__dict__
+    if (  # ``has_hooks`` and ``runs_class_forward``, inlined: blocks ask this of each of their layers
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or ("_compiled_call_impl" in state and state["_compiled_call_impl"] is not None)
+        or ("forward" in state and not runs_class_forward(layer))
+        or cls.__call__ is not nn.Module.__call__
+    ):
+        return "has hooks or another forward than its class's"
+    if not cls.forward.__module__.startswith("peft.") or "merged_adapters" not in state:
+        return f"is {an(class_name(layer))}"
+    is_merged, active = bool(state["merged_adapters"]), state["_active_adapter"]
+    if state["_disable_adapters"]:
+        return _UNMERGES if is_merged else ()
+    if is_merged:
+        return ()
+    names = (active,) if isinstance(active, str) else active
+    if _LORA.cls is None:
+        checks.look_up_libraries()  # peft may be loaded after the injection
+    if cls.forward is not _LORA.own_forward:
+        is_at_rest = not layer._get_available_adapters().intersection(names)
+        return () if is_at_rest else f"is {an(class_name(layer))}"
+    modules, terms = layer._modules, []
+    downs, ups = modules["lora_A"]._modules, modules["lora_B"]._modules
+    names = [name for name in names if name in downs]
+    if names and torch.compiler.is_dynamo_compiling():
+        return "is traced"  # torch.compile fuses peft's code, and would specialize on the scales
+    for name in names:
+        scale = state["scaling"][name]
+        is_number = type(scale) in (float, int)
+        if is_number and scale == 0:
+            continue
+        if name in state["lora_variant"]:
+            return f"has {an(class_name(state['lora_variant'][name]))}"
+        dropout = modules["lora_dropout"]._modules[name]
+        if type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or dropout.training):
+            return "has dropout in training"
+        down, up = downs[name], ups[name]
+        of_down, of_up = down._parameters, getattr(up, "_parameters", _NO_WEIGHTS)
+        weights = of_down.get("weight"), of_up.get("weight")
+        if type(weights[0]) not in PLAIN_TYPES or type(weights[1]) not in PLAIN_TYPES:
+            return "has sharded or quantized weights"
+        if of_down.get("bias") is not None or not (is_number or isinstance(scale, Tensor)):
+            return f"is {an(class_name(layer))} of another form"
+        linears.append(down)
+        linears.append(up)
+        terms.append(Lora(*weights, of_up.get("bias"), scale))
+    return tuple(terms)
+
+
+def why_by_peft(layer: Any, x: Tensor) -> str | None:
+    """Why peft computes a wrapper's result, as a clause; None if that is no fall-back."""
+    tensors = [tensor for tensor in layer.parameters() if tensor is not None]
+    terms = _read(layer, [])
+    if is_differentiated(x, *tensors) or terms is _UNMERGES:
+        return None
+    if isinstance(terms, str):
+        return f"peft computes a layer that {terms}"
+    weights = [tensor for term in terms for tensor in term[:2]]
+    if not kernels_take(x, *weights):
+        return f"peft computes a layer: {why_not_taken(x, *weights)}"
+    return "peft computes a layer that has other weights or hooks below the adapter"
+
+
+def are_operands(terms: tuple[Lora, ...], x: Any) -> bool:
+    """Whether the kernels add the terms to a layer's result for x, or for rows with its dtype and device."""
+    for down, up, bias, scale in terms:
+        for tensor in (down, up) if bias is None else (down, up, bias):
+            if (
+                tensor.dtype is not x.dtype
+                or tensor.device != x.device
+                or not tensor.is_contiguous()
+                or tensor.data_ptr() % 16  # files mapped into memory have any alignment
+                or (torch.is_grad_enabled() and tensor.requires_grad)
+            ):
+                return False
+    return True
+
+
+class LoraOperands(NamedTuple):
+    """The terms of several layers of one input, as operands of two products.
+
+    Attributes:
+        down: of all layers, one after the other, (sum of R, K).
+        scale: of its product.
+        ups: of each layer, (N, R). R is a multiple of 8.
+    """
+
+    down: Tensor
+    scale: float
+    ups: list[Tensor]
+
+    def lows(self, products: Tensor) -> Iterator[Tensor]:
+        """Each layer's columns of the first product."""
+        return iter(products.split_with_sizes([up.shape[1] for up in self.ups], -1))
+
+
+def lora_operands(layers: Sequence[tuple[Lora, ...]]) -> LoraOperands:
+    """The operands of these layers' terms, made anew, because a hot-swap writes to weights unnoticed."""
+    scale = layers[0][0].scale
+    is_shared = type(scale) in (float, int)
+    for terms in layers:
+        for term in terms:
+            is_shared = is_shared and type(term.scale) is type(scale) and term.scale == scale
+    downs, ups = [], []
+    for terms in layers:
+        rank = 0
+        for term in terms:
+            downs.append(term.down if is_shared else term.down * term.scale)
+            rank += term.down.shape[0]
+        up = terms[0].up if len(terms) == 1 else torch.cat([term.up for term in terms], 1)
+        missing = -rank % _RANK_STEP
+        if missing:
+            downs.append(up.new_zeros(missing, downs[-1].shape[1]))
+            up = torch.nn.functional.pad(up, (0, missing))
+        ups.append(up)
+    down = downs[0] if len(downs) == 1 else torch.cat(downs)
+    return LoraOperands(down, float(scale) if is_shared else 1.0, ups)
+
+
+def with_lora_bias(bias: Tensor | None, terms: tuple[Lora, ...]) -> Tensor | None:
+    """A layer's bias plus those of its terms."""
+    for term in terms:
+        if term.bias is not None:
+            of_term = term.bias * term.scale
+            bias = of_term if bias is None else bias + of_term
+    return bias
