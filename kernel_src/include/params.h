@@ -402,39 +402,50 @@ struct QuantizeFp8Params {
 
 void quantize_fp8(const QuantizeFp8Params& params, Stream stream);
 
-// Largest number of rows of each matrix. Kernels count them in an int, beyond the last tile too.
-constexpr int64_t kMaxFp8Rows = int64_t{1} << 30;
+// Largest number of rows of each matrix of a product. Kernels count them in an int, beyond the last tile too.
+constexpr int64_t kMaxProductRows = int64_t{1} << 30;
 
-// A weight, E4M3 (out_features, in_features), contiguous and aligned to 16 bytes, and its product.
-struct Fp8Weight {
+// A linear layer: its weight (out_features, in_features), contiguous and aligned to 16 bytes, and its result.
+// low up^T is added to the product if rank is not 0. Both are 16-bit and aligned to 16 bytes; rank is a
+// multiple of 8.
+struct LinearLayer {
   int64_t out_features;
-  const void* data;
-  const float* scale;  // (out_features,)
-  bool has_one_scale;  // otherwise each of its rows has one
+  const void* weight;
+  const float* scale;  // (out_features,), null with 16-bit operands
+  bool has_one_scale;  // otherwise each row of the weight has one
   const void* bias;    // (out_features,), may be null
   DType bias_dtype;
+  int64_t rank;
+  const void* low;     // (rows, rank)
+  int64_t low_stride;  // of low's rows, a multiple of 8
+  const void* up;      // (out_features, rank), contiguous
   void* out;           // (rows, out_features)
   int64_t out_stride;  // of out's rows
 };
 
-constexpr int kMaxFp8Weights = 3;
+constexpr int kMaxLinearLayers = 3;
 
-// out = (x * x_scale) (weight * scale)^T + bias of each weight, for E4M3 x (rows, in_features), contiguous
-// and aligned to 16 bytes. in_features is a multiple of 16. Weights have out_features.
-struct LinearFp8Params {
+// GELU of a result.
+enum class Gelu : int32_t { kNone, kErf, kTanh };
+
+// out = (x * x_scale) (weight * scale)^T + low up^T + bias of each layer, for x (rows, in_features),
+// contiguous and aligned to 16 bytes. in_features is a multiple of 16 bytes. x and the weights are E4M3, or
+// 16-bit and without scales.
+struct LinearParams {
   int64_t rows;
   int64_t in_features;
   const void* x;
-  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous
+  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous; null with 16-bit operands
   bool x_is_blocked;
-  int32_t weight_count;  // 1 to kMaxFp8Weights
-  Fp8Weight weights[kMaxFp8Weights];
-  DType dtype;  // of the results: float16 or bfloat16; unused with a quantized one
-  // Only with a quantized result, which has one weight:
+  int32_t layer_count;  // 1 to kMaxLinearLayers
+  LinearLayer layers[kMaxLinearLayers];
+  DType dtype;      // of the results, and of 16-bit operands: float16 or bfloat16; unused with quantized results
+  DType low_dtype;  // of low and up
+  Gelu gelu;        // with quantized results and with 16-bit operands
+  // Only with a quantized result, which has one layer:
   float* out_scale;  // (rows, blocks of out_features)
   int64_t out_scale_stride;
-  bool tanh_approximation;
-  // Only with a residual, which has one weight. The strides are those of rows; gate's 0 broadcasts.
+  // Only with a residual, which has one layer. The strides are those of rows; gate's 0 broadcasts.
   const void* residual;  // of the dtype
   int64_t residual_stride;
   const void* gate;  // may be null
@@ -442,10 +453,12 @@ struct LinearFp8Params {
   bool gate_is_float32;  // otherwise it has the dtype
 };
 
-void linear_fp8(const LinearFp8Params& params, Stream stream);
+void linear_fp8(const LinearParams& params, Stream stream);
 // out = gelu(product), quantized in blocks as by quantize_fp8, from the unrounded value.
-void linear_gelu_fp8(const LinearFp8Params& params, Stream stream);
+void linear_gelu_fp8(const LinearParams& params, Stream stream);
 // out = residual + gate * product
-void linear_gated_residual_fp8(const LinearFp8Params& params, Stream stream);
+void linear_gated_residual_fp8(const LinearParams& params, Stream stream);
+// out = gelu(product), of 16-bit operands.
+void linears_lora(const LinearParams& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels

@@ -1,6 +1,7 @@
 // FP8 (E4M3): quantization of rows or of blocks, and matrix products of quantized tensors.
 #include "../output.h"
 #include "../torch_binding.h"
+#include "linear.h"
 
 namespace h100_diffusers_kernels {
 namespace {
@@ -58,13 +59,15 @@ void call_quantize_fp8_out(const char* operation, const Tensor& x, bool is_block
 // --------------------------------------------------------------------------------------------------------
 // Products
 
-struct WeightNames {
+struct Fp8LayerNames {
   const char *weight, *scale, *bias;
+  LowRankNames low_rank;
 };
-constexpr WeightNames kWeight{"weight", "weight_scale", "bias"};
-constexpr WeightNames kWeights[kMaxFp8Weights] = {{"weights[0]", "weight_scales[0]", "biases[0]"},
-                                                  {"weights[1]", "weight_scales[1]", "biases[1]"},
-                                                  {"weights[2]", "weight_scales[2]", "biases[2]"}};
+constexpr Fp8LayerNames kLayer{"weight", "weight_scale", "bias", {"low", "up"}};
+constexpr Fp8LayerNames kLayers[kMaxLinearLayers] = {
+    {"weights[0]", "weight_scales[0]", "biases[0]", kLowRanks[0]},
+    {"weights[1]", "weight_scales[1]", "biases[1]", kLowRanks[1]},
+    {"weights[2]", "weight_scales[2]", "biases[2]", kLowRanks[2]}};
 
 class LinearFp8Call {
  public:
@@ -77,13 +80,13 @@ class LinearFp8Call {
     params_.x_is_blocked = check_x_scale();
     check_.aligned("x", x, kFp8Alignment);
     params_.rows = x.numel() / params_.in_features;
-    check_.countable("x", "number of rows", {params_.rows}, kMaxFp8Rows);
+    check_.countable("x", "number of rows", {params_.rows}, kMaxProductRows);
   }
 
-  // With a 16-bit result its dtype, for the bias.
-  void add(const WeightNames& names, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias,
-           std::optional<DType> result = std::nullopt) {
-    Fp8Weight& added = params_.weights[params_.weight_count++];
+  // With a 16-bit result its dtype, for the bias and the low-rank term.
+  void add(const Fp8LayerNames& names, const Tensor& weight, const Tensor& scale, const OptionalTensor& bias,
+           const OptionalTensor& low, const OptionalTensor& up, std::optional<DType> result = std::nullopt) {
+    LinearLayer& added = params_.layers[params_.layer_count++];
     check_.same_device(names.weight, weight);
     check_.float8(names.weight, weight);
     if (weight.dim() != 2 || weight.size(1) != params_.in_features)
@@ -98,14 +101,19 @@ class LinearFp8Call {
       added.bias = bias->const_data_ptr();
     }
     check_.aligned(names.weight, weight, kFp8Alignment);
-    check_.countable(names.weight, "number of rows", {added.out_features}, kMaxFp8Rows);
-    added.data = weight.const_data_ptr();
+    check_.countable(names.weight, "number of rows", {added.out_features}, kMaxProductRows);
+    added.weight = weight.const_data_ptr();
     added.scale = static_cast<const float*>(scale.const_data_ptr());
+    const LowRankTerm term{check_, names.low_rank, low, up};
+    if (!term.is_given()) return;
+    if (result.has_value()) term.check_dtype("the result", *result);
+    params_.low_dtype = term.check(added);
+    low_ = low;
   }
 
-  // residual + gate * product of the only weight, with the residual's dtype.
+  // residual + gate * product of the only layer, with the residual's dtype.
   OwnedTensor run_residual(const Tensor& residual, const OptionalTensor& gate) {
-    const Sizes shape = shape_of(params_.weights[0]);
+    const Sizes shape = shape_of(params_.layers[0]);
     const ArgumentChecker check(check_.operation(), "residual", residual, 1, false);
     check_.same_device("residual", residual);
     check.exact_shape("residual", residual, shape);
@@ -113,6 +121,7 @@ class LinearFp8Call {
       check.broadcastable("gate", *gate);
       params_.gate_is_float32 = gate->element_bytes() == 4;
     }
+    if (low_.has_value()) check.same_dtype("low", *low_);
     params_.dtype = check.dtype();
     OwnedTensor out = check.empty(shape);
     RowOperand of_residual, of_gate;
@@ -131,17 +140,17 @@ class LinearFp8Call {
   TensorList run(DType dtype) {
     params_.dtype = dtype;
     TensorList outs;
-    outs.reserve(static_cast<size_t>(params_.weight_count));
-    int32_t count = 0;  // of weights that are not empty
-    for (int32_t i = 0; i < params_.weight_count; ++i) {
-      Fp8Weight weight = params_.weights[i];
-      outs.push_back(check_.empty(shape_of(weight), torch_dtype(dtype)));
-      if (weight.out_features == 0) continue;
-      weight.out = Tensor(outs.back()).mutable_data_ptr();
-      weight.out_stride = weight.out_features;
-      params_.weights[count++] = weight;
+    outs.reserve(static_cast<size_t>(params_.layer_count));
+    int32_t count = 0;  // of layers that are not empty
+    for (int32_t i = 0; i < params_.layer_count; ++i) {
+      LinearLayer layer = params_.layers[i];
+      outs.push_back(check_.empty(shape_of(layer), torch_dtype(dtype)));
+      if (layer.out_features == 0) continue;
+      layer.out = Tensor(outs.back()).mutable_data_ptr();
+      layer.out_stride = layer.out_features;
+      params_.layers[count++] = layer;
     }
-    params_.weight_count = count;
+    params_.layer_count = count;
     if (params_.rows == 0 || count == 0) return outs;
     params_.x = x_.const_data_ptr();
     params_.x_scale = static_cast<const float*>(x_scale_.const_data_ptr());
@@ -150,18 +159,18 @@ class LinearFp8Call {
     return outs;
   }
 
-  // The quantized GELU of the product of the only weight.
+  // The quantized GELU of the product of the only layer.
   TwoTensors run_gelu(bool tanh_approximation) {
-    const Fp8Weight& weight = params_.weights[0];
-    TwoTensors out = check_.empty_fp8(shape_of(weight), fp8_blocks(weight.out_features));
+    const LinearLayer& layer = params_.layers[0];
+    TwoTensors out = check_.empty_fp8(shape_of(layer), fp8_blocks(layer.out_features));
     launch_gelu(Tensor(out.first), Tensor(out.second), tanh_approximation);
     return out;
   }
 
   void run_gelu(bool tanh_approximation, const Tensor& out, const Tensor& scale,
                 std::initializer_list<ReadTensor> read) {
-    const Fp8Weight& weight = params_.weights[0];
-    check_fp8_out(check_, out, scale, shape_of(weight), fp8_blocks(weight.out_features), read);
+    const LinearLayer& layer = params_.layers[0];
+    check_fp8_out(check_, out, scale, shape_of(layer), fp8_blocks(layer.out_features), read);
     launch_gelu(out, scale, tanh_approximation);
   }
 
@@ -207,19 +216,14 @@ class LinearFp8Call {
          *result == DType::kFloat16 ? "float16" : "bfloat16", "), got ", dtype_name(bias.scalar_type()));
   }
 
-  static int32_t torch_dtype(DType dtype) {
-    if (dtype == DType::kFloat32) return aoti_torch_dtype_float32();
-    return dtype == DType::kFloat16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
-  }
-
-  Sizes shape_of(const Fp8Weight& weight) const {
+  Sizes shape_of(const LinearLayer& layer) const {
     Sizes shape = check_.shape();
-    shape.back() = weight.out_features;
+    shape.back() = layer.out_features;
     return shape;
   }
 
   void launch_gelu(const Tensor& out, const Tensor& scale, bool tanh_approximation) {
-    params_.tanh_approximation = tanh_approximation;
+    params_.gelu = tanh_approximation ? Gelu::kTanh : Gelu::kErf;
     RowOperand of_scale;
     const auto launch = [&](const RowsAt& at, Stream stream) {
       params_.out_scale = static_cast<float*>(at.data(of_scale, sizeof(float)));
@@ -229,37 +233,27 @@ class LinearFp8Call {
     for_rows(out, launch, RowBinding{of_scale, scale});
   }
 
-  // Rows at one distance from each other: all, or those of an index of the first of two leading dimensions.
-  struct RowsAt {
-    const RowShape& shape;
-    int64_t index;
-
-    int64_t rows() const { return shape.sizes[shape.ndim - 1]; }
-    int64_t stride(const RowOperand& operand) const { return operand.strides[shape.ndim - 1]; }
-    void* data(const RowOperand& operand, int64_t element_bytes) const {
-      return static_cast<char*>(operand.data) + index * operand.strides[0] * element_bytes;
-    }
-  };
-
-  // Calls launch(rows, stream) with x, its scale and the result of the only weight in params_.
+  // Calls launch(rows, stream) with the rows of the only layer in params_.
   template <typename Launch, typename... Tensors>
   void for_rows(const Tensor& out, const Launch& launch, const RowBinding<Tensors>&... others) {
     if (out.numel() == 0) return;
     RowShape shape;
-    RowOperand of_x, of_x_scale, of_out;
+    RowOperand of_x, of_x_scale, of_low, of_out;
     RowLaunch rows(check_.shape(), RowBinding{of_x, x_}, RowBinding{of_x_scale, x_scale_},
-                   RowBinding{of_out, out}, others...);
+                   RowBinding{of_low, low_}, RowBinding{of_out, out}, others...);
     const DeviceStream device(x_);
+    LinearLayer& layer = params_.layers[0];
     const auto launch_rows = [&] {
-      for (int64_t i = 0; i < (shape.ndim > 1 ? shape.sizes[0] : 1); ++i) {
-        const RowsAt at{shape, i};
+      for_each_index(shape, [&](const RowsAt& at) {
         params_.rows = at.rows();
         params_.x = at.data(of_x, 1);
         params_.x_scale = static_cast<const float*>(at.data(of_x_scale, sizeof(float)));
-        params_.weights[0].out = at.data(of_out, out.element_bytes());
-        params_.weights[0].out_stride = at.stride(of_out);
+        layer.low = low_.has_value() ? at.data(of_low, low_->element_bytes()) : nullptr;
+        layer.low_stride = at.stride(of_low);
+        layer.out = at.data(of_out, out.element_bytes());
+        layer.out_stride = at.stride(of_out);
         launch(at, device.stream());
-      }
+      });
     };
     // The products read contiguous rows of x.
     rows.run(shape, launch_rows, true);
@@ -267,58 +261,69 @@ class LinearFp8Call {
 
   const Tensor &x_, &x_scale_;
   const ArgumentChecker check_;
-  LinearFp8Params params_{};
+  OptionalTensor low_;  // of the last layer
+  LinearParams params_{};
 };
 
 DType result_dtype(bool is_float16) { return is_float16 ? DType::kFloat16 : DType::kBFloat16; }
 
 OwnedTensor call_linear_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                             const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
-                            bool is_float16) {
+                            const OptionalTensor& low, const OptionalTensor& up, bool is_float16) {
   LinearFp8Call call(operation, x, x_scale);
-  call.add(kWeight, weight, weight_scale, bias, result_dtype(is_float16));
+  call.add(kLayer, weight, weight_scale, bias, low, up, result_dtype(is_float16));
   return std::move(call.run(result_dtype(is_float16)).front());
 }
 
 TensorList call_linears_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                             const Tensor& weight_0, const Tensor& weight_scale_0,
-                            const OptionalTensor& bias_0, const Tensor& weight_1,
-                            const Tensor& weight_scale_1, const OptionalTensor& bias_1,
-                            const OptionalTensor& weight_2, const OptionalTensor& weight_scale_2,
-                            const OptionalTensor& bias_2, bool is_float16) {
+                            const OptionalTensor& bias_0, const OptionalTensor& low_0,
+                            const OptionalTensor& up_0, const Tensor& weight_1, const Tensor& weight_scale_1,
+                            const OptionalTensor& bias_1, const OptionalTensor& low_1,
+                            const OptionalTensor& up_1, const OptionalTensor& weight_2,
+                            const OptionalTensor& weight_scale_2, const OptionalTensor& bias_2,
+                            const OptionalTensor& low_2, const OptionalTensor& up_2, bool is_float16) {
   const DType dtype = result_dtype(is_float16);
   LinearFp8Call call(operation, x, x_scale);
-  call.add(kWeights[0], weight_0, weight_scale_0, bias_0, dtype);
-  call.add(kWeights[1], weight_1, weight_scale_1, bias_1, dtype);
+  call.add(kLayers[0], weight_0, weight_scale_0, bias_0, low_0, up_0, dtype);
+  call.add(kLayers[1], weight_1, weight_scale_1, bias_1, low_1, up_1, dtype);
   if (weight_2.has_value() && weight_scale_2.has_value())
-    call.add(kWeights[2], *weight_2, *weight_scale_2, bias_2, dtype);
+    call.add(kLayers[2], *weight_2, *weight_scale_2, bias_2, low_2, up_2, dtype);
   return call.run(dtype);
 }
 
 TwoTensors call_linear_gelu_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                                 const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
+                                const OptionalTensor& low, const OptionalTensor& up,
                                 bool tanh_approximation) {
   LinearFp8Call call(operation, x, x_scale);
-  call.add(kWeight, weight, weight_scale, bias);
+  call.add(kLayer, weight, weight_scale, bias, low, up);
   return call.run_gelu(tanh_approximation);
 }
 
 void call_linear_gelu_fp8_out(const char* operation, const Tensor& x, const Tensor& x_scale,
                               const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
-                              bool tanh_approximation, const Tensor& values_out, const Tensor& scale_out) {
+                              const OptionalTensor& low, const OptionalTensor& up, bool tanh_approximation,
+                              const Tensor& values_out, const Tensor& scale_out) {
   LinearFp8Call call(operation, x, x_scale);
-  call.add(kWeight, weight, weight_scale, bias);
-  call.run_gelu(
-      tanh_approximation, values_out, scale_out,
-      {{"x", x}, {"x_scale", x_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
+  call.add(kLayer, weight, weight_scale, bias, low, up);
+  call.run_gelu(tanh_approximation, values_out, scale_out,
+                {{"x", x},
+                 {"x_scale", x_scale},
+                 {"weight", weight},
+                 {"weight_scale", weight_scale},
+                 {"bias", bias},
+                 {"low", low},
+                 {"up", up}});
 }
 
 OwnedTensor call_linear_gated_residual_fp8(const char* operation, const Tensor& residual, const Tensor& x,
                                            const Tensor& x_scale, const Tensor& weight,
                                            const Tensor& weight_scale, const OptionalTensor& bias,
+                                           const OptionalTensor& low, const OptionalTensor& up,
                                            const OptionalTensor& gate) {
   LinearFp8Call call(operation, x, x_scale);
-  call.add(kWeight, weight, weight_scale, bias);
+  call.add(kLayer, weight, weight_scale, bias, low, up);
   return call.run_residual(residual, gate);
 }
 
@@ -329,21 +334,23 @@ constexpr Operation kOperations[] = {
         "quantize_fp8_out(Tensor x, bool is_blocked, Tensor(a!) values_out, Tensor(b!) scale_out) -> ()",
         call_quantize_fp8_out>(),
     operation<"linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-              " bool is_float16) -> Tensor",
+              " Tensor? low, Tensor? up, bool is_float16) -> Tensor",
               call_linear_fp8>(),
     operation<"linears_fp8(Tensor x, Tensor x_scale, Tensor weight_0, Tensor weight_scale_0, Tensor? bias_0,"
-              " Tensor weight_1, Tensor weight_scale_1, Tensor? bias_1, Tensor? weight_2,"
-              " Tensor? weight_scale_2, Tensor? bias_2, bool is_float16) -> Tensor[]",
+              " Tensor? low_0, Tensor? up_0, Tensor weight_1, Tensor weight_scale_1, Tensor? bias_1,"
+              " Tensor? low_1, Tensor? up_1, Tensor? weight_2, Tensor? weight_scale_2, Tensor? bias_2,"
+              " Tensor? low_2, Tensor? up_2, bool is_float16) -> Tensor[]",
               call_linears_fp8>(),
     operation<"linear_gated_residual_fp8(Tensor residual, Tensor x, Tensor x_scale, Tensor weight,"
-              " Tensor weight_scale, Tensor? bias, Tensor? gate) -> Tensor",
+              " Tensor weight_scale, Tensor? bias, Tensor? low, Tensor? up, Tensor? gate) -> Tensor",
               call_linear_gated_residual_fp8>(),
     operation<"linear_gelu_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-              " bool tanh_approximation) -> (Tensor, Tensor)",
+              " Tensor? low, Tensor? up, bool tanh_approximation) -> (Tensor, Tensor)",
               call_linear_gelu_fp8>(),
     operation<
         "linear_gelu_fp8_out(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-        " bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out) -> ()",
+        " Tensor? low, Tensor? up, bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out)"
+        " -> ()",
         call_linear_gelu_fp8_out>(),
 };
 

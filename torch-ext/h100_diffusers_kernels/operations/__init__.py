@@ -10,7 +10,7 @@ input unless the operation allows it.
 
 If an input requires grad, forward runs the kernel and backward differentiates the operation's formula.
 Forward-mode derivatives and transforms of ``torch.func`` run the formula. In these cases ``out`` and
-in-place writes are refused. The FP8 operations have no derivatives.
+in-place writes are refused. The FP8 operations and ``linears_lora`` have no derivatives.
 
 A wrong argument raises ValueError, or TypeError if its type is wrong, in one sentence, before any launch or
 write. Failure to allocate a result raises torch.OutOfMemoryError.
@@ -26,6 +26,7 @@ from .attention import attention
 from .channel_rms_norm import channel_rms_norm
 from .fp8 import linear_fp8, linear_gated_residual_fp8, linear_gelu_fp8, linears_fp8, quantize_fp8
 from .group_norm import group_norm
+from .linear import linears_lora
 from .norm import (
     gated_residual,
     gated_residual_layer_norm_modulate,

@@ -29,6 +29,7 @@ _NO_MEMORY = re.compile(r"(\w+): cannot allocate (\d+) elements of (\d) bytes on
 _DIFFERENTIATED = "if an input requires grad, carries a tangent or is in a transform of torch.func"
 _DIFFERENTIABLE = "require grad, carry a tangent or be in a transform of torch.func"
 _SEQUENCES = {"weight": "weights", "weight_scale": "weight_scales", "bias": "biases"}
+_SEQUENCES |= {"low": "lows", "up": "ups", "out": "out"}
 _PUBLIC_NAMES = {
     **dict.fromkeys(("first", "second"), "rope"),
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
@@ -114,6 +115,32 @@ def out_tensors(operation: str, out: Any, names: str, size: int, condition: str 
     if len(out) != size:
         fail(operation, f"out must hold {size} tensors{condition}, got {len(out)}")
     return tuple(out)
+
+
+def layers_of(
+    operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
+) -> list[tuple]:
+    """The tensors of each layer, in the order of the sequences, which are given by name. Those of ``optional``
+    may be None or have Nones. The first sequence sets the number of layers, ``minimum`` to 3."""
+    first, leaders = next(iter(required.items()))
+    for name, tensors in {**required, **optional}.items():
+        if tensors is None and name in optional:
+            continue
+        if not isinstance(tensors, (tuple, list)):
+            accepted = "a tuple or list" if name in required else "a tuple, a list or None"
+            refuse_type(operation, name, accepted, tensors)
+        if not minimum <= len(leaders) <= 3:
+            numbers_ = "2 or 3" if minimum == 2 else "1 to 3"
+            fail(operation, f"{first} must hold {numbers_} tensors, got {len(leaders)}")
+        if len(tensors) != len(leaders):
+            fail(operation, f"{name} must hold {len(leaders)} tensors, got {len(tensors)}")
+        if name in required:
+            # The operator takes None for a layer that is absent.
+            for i in range(minimum, len(tensors)):
+                if not isinstance(tensors[i], Tensor):
+                    refuse_type(operation, f"{name}[{i}]", "a tensor", tensors[i])
+    nothing = [None] * len(leaders)
+    return list(zip(*required.values(), *(tensors or nothing for tensors in optional.values())))
 
 
 def is_plain_tensor(tensor: Tensor | None) -> bool:

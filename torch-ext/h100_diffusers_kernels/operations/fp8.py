@@ -14,6 +14,7 @@ from .calls import (
     choice,
     dtype_name,
     fail,
+    layers_of,
     out_tensors,
     plain_call,
     refuse_type,
@@ -100,9 +101,11 @@ def linear_fp8(
     weight_scale: Tensor,
     bias: Optional[Tensor] = None,
     *,
+    low: Optional[Tensor] = None,
+    up: Optional[Tensor] = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Linear layer of FP8 tensors: ``(x * x_scale) @ (weight * weight_scale).T + bias``.
+    """Linear layer of FP8 tensors: ``(x * x_scale) @ (weight * weight_scale).T + low @ up.T + bias``.
 
     No input may require grad.
 
@@ -113,14 +116,20 @@ def linear_fp8(
         weight: ``(N, K)``, float8_e4m3fn, contiguous and aligned to 16 bytes.
         weight_scale: ``(N, 1)``, or one element: ``()``, ``(1,)`` or ``(1, 1)``; float32, contiguous.
         bias: ``(N,)``, float32 or of the result's dtype, or None.
+        low: ``(..., R)``, of the result's dtype, or None. R is a multiple of 8. Rows are at one distance, a
+            multiple of 8 elements, as in columns of a wider contiguous tensor, and aligned to 16 bytes.
+        up: ``(N, R)``, of low's dtype, contiguous and aligned to 16 bytes. Given with low: a LoRA is
+            ``low = x @ down.T`` and ``up``, with its scale in either.
         dtype: of the result, bfloat16 or float16.
 
     Returns:
         A tensor ``(..., N)``. Sums of 128 products, of which a GPU keeps about 14 bits, are added in float32,
         and the result is rounded once.
+
+    Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
     is_float16 = _is_float16("linear_fp8", dtype)
-    return _linear_fp8(x, x_scale, weight, weight_scale, bias, is_float16)
+    return _linear_fp8(x, x_scale, weight, weight_scale, bias, low, up, is_float16)
 
 
 def linears_fp8(
@@ -130,6 +139,8 @@ def linears_fp8(
     weight_scales: Sequence[Tensor],
     biases: Optional[Sequence[Optional[Tensor]]] = None,
     *,
+    lows: Optional[Sequence[Optional[Tensor]]] = None,
+    ups: Optional[Sequence[Optional[Tensor]]] = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, ...]:
     """Two or three linear layers of one FP8 input in one launch, such as query, key and value.
@@ -138,27 +149,20 @@ def linears_fp8(
         x, x_scale, dtype: as for ``linear_fp8``.
         weights, weight_scales: of two or three layers, each as for ``linear_fp8`` with its own N.
         biases: of each layer, as for ``linear_fp8``, or None.
+        lows, ups: the low and up of each layer, as for ``linear_fp8`` with its own R, or None.
 
     Returns:
         A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
     """
     is_float16 = _is_float16("linears_fp8", dtype)
-    given: dict[str, Any] = {"weights": weights, "weight_scales": weight_scales}
-    if biases is not None:
-        given["biases"] = biases
-    for name, tensors in given.items():
-        if not isinstance(tensors, (tuple, list)):
-            accepted = "a tuple or list" if name != "biases" else "a tuple, a list or None"
-            refuse_type("linears_fp8", name, accepted, tensors)
-        if len(weights) not in (2, 3):
-            fail("linears_fp8", f"weights must hold 2 or 3 tensors, got {len(weights)}")
-        if len(tensors) != len(weights):
-            fail("linears_fp8", f"{name} must hold {len(weights)} tensors, got {len(tensors)}")
-        if name != "biases" and len(tensors) == 3 and not isinstance(tensors[2], Tensor):
-            refuse_type("linears_fp8", f"{name}[2]", "a tensor", tensors[2])
-    layers = zip(weights, weight_scales, biases or [None] * len(weights))
+    layers = layers_of(
+        "linears_fp8",
+        {"weights": weights, "weight_scales": weight_scales},
+        {"biases": biases, "lows": lows, "ups": ups},
+        minimum=2,
+    )
     arguments = [tensor for layer in layers for tensor in layer]
-    missing = [None] * (9 - len(arguments))
+    missing = [None] * (15 - len(arguments))
     return tuple(_linears_fp8(x, x_scale, *arguments, *missing, is_float16))
 
 
@@ -169,6 +173,8 @@ def linear_gelu_fp8(
     weight_scale: Tensor,
     bias: Optional[Tensor] = None,
     *,
+    low: Optional[Tensor] = None,
+    up: Optional[Tensor] = None,
     approximate: str = "none",
     out: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:
@@ -178,6 +184,7 @@ def linear_gelu_fp8(
     Args:
         x, x_scale, weight, weight_scale: as for ``linear_fp8``.
         bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        low, up: as for ``linear_fp8``, float16 or bfloat16.
         approximate: as for ``gelu``.
         out: as for ``quantize_fp8``. Values whose rows are not all aligned to 16 bytes take longer.
 
@@ -185,7 +192,7 @@ def linear_gelu_fp8(
         ``(values, scale)``: float8_e4m3fn ``(..., N)`` and float32 ``(..., ceil(N / 128))``.
     """
     tanh = choice("linear_gelu_fp8", "approximate", approximate, APPROXIMATIONS)
-    arguments = x, x_scale, weight, weight_scale, bias, tanh
+    arguments = x, x_scale, weight, weight_scale, bias, low, up, tanh
     if out is None:
         return _linear_gelu_fp8(*arguments)
     out = out_tensors("linear_gelu_fp8", out, "(values, scale)", 2)
@@ -200,6 +207,8 @@ def linear_gated_residual_fp8(
     weight_scale: Tensor,
     bias: Optional[Tensor] = None,
     *,
+    low: Optional[Tensor] = None,
+    up: Optional[Tensor] = None,
     gate: Optional[Tensor] = None,
 ) -> Tensor:
     """``residual + gate * linear_fp8(x, ...)``, from the unrounded product.
@@ -209,14 +218,17 @@ def linear_gated_residual_fp8(
             its shape and dtype.
         x, x_scale, weight, weight_scale: as for ``linear_fp8``.
         bias: ``(N,)``, float32, float16 or bfloat16, or None.
+        low, up: as for ``linear_fp8``, of the residual's dtype.
         gate: broadcasts against the residual, such as ``(N,)``, ``(B, 1, N)`` or ``(B, S, N)``; float32 or of
             the residual's dtype, or None for 1. With ``(B, 1, N)`` each sample is a launch of its own.
     """
-    return _linear_gated_residual_fp8(residual, x, x_scale, weight, weight_scale, bias, gate)
+    return _linear_gated_residual_fp8(
+        residual, x, x_scale, weight, weight_scale, bias, low, up, gate
+    )
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_fp8"))
-def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, is_float16):
+def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, is_float16):
     required(x_scale, weight, weight_scale)
     dtype = torch.float16 if is_float16 else torch.bfloat16
     return x.new_empty((*x.shape[:-1], *weight.shape[:1]), dtype=dtype)
@@ -225,13 +237,14 @@ def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, is_float16):
 @torch.library.register_fake(add_op_namespace_prefix("linears_fp8"))
 def _linears_fp8_fake(x, x_scale, *arguments):
     *layers, is_float16 = arguments
-    given = [layers[i : i + 3] for i in (0, 3, 6) if i < 6 or layers[i] is not None]
+    given = [layers[i : i + 5] for i in (0, 5, 10) if i < 10 or layers[i] is not None]
     return [_linear_fp8_fake(x, x_scale, *layer, is_float16) for layer in given]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))
-def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, bias, _):
-    return quantize_fp8_fake(_linear_fp8_fake(x, x_scale, weight, weight_scale, bias, False), True)
+def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, _):
+    product = _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, False)
+    return quantize_fp8_fake(product, True)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8_out"))

@@ -1,0 +1,117 @@
+// Linear layers of several kinds of operands (fp8.cpp, linear.cpp): their low-rank terms, and launches of rows
+// at one distance.
+#pragma once
+
+#include <cstdint>
+
+#include "../arguments.h"
+
+namespace h100_diffusers_kernels {
+
+inline int32_t torch_dtype(DType dtype) {
+  if (dtype == DType::kFloat32) return aoti_torch_dtype_float32();
+  return dtype == DType::kFloat16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+}
+
+struct LowRankNames {
+  const char *low, *up;
+};
+constexpr LowRankNames kLowRanks[kMaxLinearLayers] = {
+    {"lows[0]", "ups[0]"}, {"lows[1]", "ups[1]"}, {"lows[2]", "ups[2]"}};
+
+// The checks of a layer's term low @ up.T. `x` is the checker of the layer's input.
+struct LowRankTerm {
+  static constexpr int64_t kMultiple = 8;  // elements, which TMA copies: 16 bytes
+  static constexpr int64_t kAlignment = 16;
+
+  const ArgumentChecker& x;
+  const LowRankNames& names;
+  const OptionalTensor &low, &up;
+
+  bool is_given() const {
+    if (low.has_value() != up.has_value())
+      fail(x.operation(), names.low, " and ", names.up, " must be given together, got only ",
+           low.has_value() ? names.low : names.up);
+    return low.has_value();
+  }
+
+  void check_dtype(const char* owner, DType dtype) const {
+    if (low->dtype() != torch_dtype(dtype))
+      fail(x.operation(), names.low, " must have the dtype of ", owner, " (",
+           dtype == DType::kFloat16 ? "float16" : "bfloat16", "), got ", dtype_name(low->scalar_type()));
+  }
+
+  // Sets the layer's operands. Returns their dtype.
+  DType check(LinearLayer& layer) const {
+    x.same_device(names.low, *low);
+    x.same_device(names.up, *up);
+    const bool is_float16 = low->dtype() == aoti_torch_dtype_float16();
+    if (!is_float16 && low->dtype() != aoti_torch_dtype_bfloat16())
+      fail(x.operation(), names.low, " must be float16 or bfloat16, got ", dtype_name(low->scalar_type()));
+    x.same_dtype_as(names.up, *up, names.low, *low);
+    check_low_shape();
+    layer.rank = low->size(low->dim() - 1);
+    x.exact_shape(names.up, *up, {layer.out_features, layer.rank});
+    x.contiguous(names.up, *up);
+    layer.low_stride = row_distance(layer.rank);
+    x.aligned(names.low, *low, kAlignment);
+    x.aligned(names.up, *up, kAlignment);
+    layer.low = low->const_data_ptr();
+    layer.up = up->const_data_ptr();
+    return is_float16 ? DType::kFloat16 : DType::kBFloat16;
+  }
+
+ private:
+  void check_low_shape() const {
+    const std::span<const int64_t> sizes = low->sizes();
+    const Sizes& shape = x.shape();
+    const size_t leading = shape.size() - 1;
+    if (sizes.size() != shape.size() || !std::equal(sizes.begin(), sizes.end() - 1, shape.begin())) {
+      std::string expected = "(";
+      for (size_t i = 0; i < leading; ++i) expected += std::to_string(shape[i]) + ", ";
+      fail(x.operation(), names.low, " must have shape ", expected, leading > 0 ? "R)" : "R,)", ", got ",
+           to_string(sizes));
+    }
+    if (sizes.back() < kMultiple || sizes.back() % kMultiple != 0)
+      fail(x.operation(), names.low, " must have a last dimension that is a positive multiple of ", kMultiple,
+           ", got ", sizes.back());
+    x.readable(names.low, *low);
+  }
+
+  int64_t row_distance(int64_t rank) const {
+    int64_t distance = 0, rows = 1;
+    bool is_regular = true;
+    for (int64_t dim = low->dim() - 1; dim-- > 0;) {
+      const int64_t size = low->size(dim);
+      if (size == 1) continue;
+      if (distance == 0) distance = low->stride(dim);
+      is_regular &= low->stride(dim) == distance * rows;
+      rows *= size;
+    }
+    if (rows == 1) return rank;
+    if (rows > 0 && (!is_regular || distance < rank || distance % kMultiple != 0))
+      fail(x.operation(), names.low, " must have rows at one distance, a multiple of ", kMultiple,
+           " elements, got shape ", to_string(low->sizes()), " with strides ", to_string(low->strides()));
+    return distance;
+  }
+};
+
+// Rows at one distance from each other: all, or those of an index of the first of two leading dimensions.
+struct RowsAt {
+  const RowShape& shape;
+  int64_t index;
+
+  int64_t rows() const { return shape.sizes[shape.ndim - 1]; }
+  int64_t stride(const RowOperand& operand) const { return operand.strides[shape.ndim - 1]; }
+  void* data(const RowOperand& operand, int64_t element_bytes) const {
+    return static_cast<char*>(operand.data) + index * operand.strides[0] * element_bytes;
+  }
+};
+
+// Calls body(rows) for all rows of a RowLaunch that keeps its last dimension.
+template <typename Body>
+void for_each_index(const RowShape& shape, const Body& body) {
+  for (int64_t i = 0; i < (shape.ndim > 1 ? shape.sizes[0] : 1); ++i) body(RowsAt{shape, i});
+}
+
+}  // namespace h100_diffusers_kernels
