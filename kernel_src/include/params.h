@@ -461,4 +461,23 @@ void linear_gated_residual_fp8(const LinearParams& params, Stream stream);
 // out = gelu(product), of 16-bit operands.
 void linears_lora(const LinearParams& params, Stream stream);
 
+constexpr int64_t kLoraRankStep = 8, kMaxLoraRank = 1024;
+
+// out = alpha * (x * x_scale) down^T, LoRA's first product, for x as in LinearFp8Params and down (rank,
+// in_features), contiguous and aligned to 16 bytes. rank is a multiple of kLoraRankStep.
+struct LoraDownFp8Params {
+  int64_t rows;
+  int64_t in_features;
+  int32_t rank;  // at most kMaxLoraRank
+  float alpha;
+  const void* x;
+  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous
+  bool x_is_blocked;
+  DType dtype;  // of down and out: float16 or bfloat16
+  const void* down;
+  void* out;  // (rows, rank), contiguous and aligned to 16 bytes
+};
+
+void lora_down_fp8(const LoraDownFp8Params& params, Stream stream);
+
 }  // namespace h100_diffusers_kernels

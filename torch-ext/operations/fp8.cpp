@@ -1,4 +1,6 @@
 // FP8 (E4M3): quantization of rows or of blocks, and matrix products of quantized tensors.
+#include <cmath>
+
 #include "../output.h"
 #include "../torch_binding.h"
 #include "linear.h"
@@ -159,6 +161,29 @@ class LinearFp8Call {
     return outs;
   }
 
+  // alpha * (x * x_scale) @ down.T, without weights.
+  OwnedTensor run_lora_down(const Tensor& down, double alpha) {
+    LoraDownFp8Params params{};
+    params.dtype = check_down(down);
+    params.alpha = static_cast<float>(alpha);
+    if (!std::isfinite(params.alpha)) fail(check_.operation(), "alpha must be finite in float32, got ", alpha);
+    params.rank = static_cast<int32_t>(down.size(0));
+    Sizes shape = check_.shape();
+    shape.back() = params.rank;
+    OwnedTensor out = check_.empty(shape, down.dtype());
+    if (params_.rows == 0) return out;
+    params.rows = params_.rows;
+    params.in_features = params_.in_features;
+    params.x = x_.const_data_ptr();
+    params.x_scale = static_cast<const float*>(x_scale_.const_data_ptr());
+    params.x_is_blocked = params_.x_is_blocked;
+    params.down = down.const_data_ptr();
+    params.out = Tensor(out).mutable_data_ptr();
+    const DeviceStream device(x_);
+    lora_down_fp8(params, device.stream());
+    return out;
+  }
+
   // The quantized GELU of the product of the only layer.
   TwoTensors run_gelu(bool tanh_approximation) {
     const LinearLayer& layer = params_.layers[0];
@@ -202,6 +227,23 @@ class LinearFp8Call {
            " or one element, got ", to_string(scale.sizes()));
     check_.contiguous(name, scale);
     return is_one;
+  }
+
+  DType check_down(const Tensor& down) const {
+    check_.same_device("down", down);
+    const bool is_float16 = down.dtype() == torch_dtype(DType::kFloat16);
+    if (!is_float16 && down.dtype() != torch_dtype(DType::kBFloat16))
+      fail(check_.operation(), "down must be float16 or bfloat16, got ", dtype_name(down.scalar_type()));
+    if (down.dim() != 2 || down.size(1) != params_.in_features)
+      fail(check_.operation(), "down must have shape (R, ", params_.in_features, "), got ",
+           to_string(down.sizes()));
+    const int64_t rank = down.size(0);
+    if (rank < kLoraRankStep || rank > kMaxLoraRank || rank % kLoraRankStep != 0)
+      fail(check_.operation(), "down must have a number of rows that is a multiple of ", kLoraRankStep,
+           " from ", kLoraRankStep, " to ", kMaxLoraRank, ", got ", rank);
+    check_.contiguous("down", down);
+    check_.aligned("down", down, kFp8Alignment);
+    return is_float16 ? DType::kFloat16 : DType::kBFloat16;
   }
 
   DType check_bias(const char* name, const Tensor& bias, std::optional<DType> result) const {
@@ -327,6 +369,11 @@ OwnedTensor call_linear_gated_residual_fp8(const char* operation, const Tensor& 
   return call.run_residual(residual, gate);
 }
 
+OwnedTensor call_lora_down_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
+                               const Tensor& down, double alpha) {
+  return LinearFp8Call(operation, x, x_scale).run_lora_down(down, alpha);
+}
+
 // In linears_fp8 the third weight and its scale are either both given or not.
 constexpr Operation kOperations[] = {
     operation<"quantize_fp8(Tensor x, bool is_blocked) -> (Tensor, Tensor)", call_quantize_fp8>(),
@@ -352,6 +399,8 @@ constexpr Operation kOperations[] = {
         " Tensor? low, Tensor? up, bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out)"
         " -> ()",
         call_linear_gelu_fp8_out>(),
+    operation<"lora_down_fp8(Tensor x, Tensor x_scale, Tensor down, float alpha) -> Tensor",
+              call_lora_down_fp8>(),
 };
 
 }  // namespace

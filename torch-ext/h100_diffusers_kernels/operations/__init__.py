@@ -24,7 +24,14 @@ a fake of each operator. ``calls`` and ``conditions`` are shared.
 from .activation import geglu, geglu_fp8, gelu, gelu_fp8, silu, swiglu, swiglu_fp8
 from .attention import attention
 from .channel_rms_norm import channel_rms_norm
-from .fp8 import linear_fp8, linear_gated_residual_fp8, linear_gelu_fp8, linears_fp8, quantize_fp8
+from .fp8 import (
+    linear_fp8,
+    linear_gated_residual_fp8,
+    linear_gelu_fp8,
+    linears_fp8,
+    lora_down_fp8,
+    quantize_fp8,
+)
 from .group_norm import group_norm
 from .linear import linears_lora
 from .norm import (
