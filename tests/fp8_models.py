@@ -201,6 +201,6 @@ def run_and_count(model, arguments):
 
 
 def products(name, args):
-    if name == "linears_fp8":  # x, its scale, and three tensors of each layer
-        return sum(weight is not None for weight in args[2:11:3])
+    if name == "linears_fp8":  # x, its scale, and five tensors of each layer
+        return sum(weight is not None for weight in args[2:17:5])
     return name.startswith("linear_")

@@ -390,7 +390,8 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
     weights = weights_of_products(call, x, activated, other)
     products = None
-    if weights is None and x.is_contiguous() and (is_adapted(activated) or is_adapted(other)):
+    is_lora = (is_adapted(activated) or is_adapted(other)) and type(x) is not QuantizedRows
+    if is_lora and weights is None and x.is_contiguous():
         products = lora_products(x.view(-1, x.shape[-1]), activated, other)
         weights = None if products is None else [product.weight for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():

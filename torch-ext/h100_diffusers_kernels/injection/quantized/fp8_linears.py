@@ -268,10 +268,13 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):
         return [fp8_product(x, weight) for weight in found]
-    options = _low_rank(x, found)
+    each = _low_rank(x, found)
     weights, scales = [w.values for w in found], [w.scale for w in found]
-    biases, *lora = ([each.get(name) for each in options] for name in ("bias", "low", "up"))
-    return operations.linears_fp8(x.values, x.scale, weights, scales, biases, *lora, dtype=x.dtype)
+    options: dict[str, Any] = {"biases": [operands["bias"] for operands in each], "dtype": x.dtype}
+    if any(weight.terms for weight in found):
+        for name in ("low", "up"):
+            options[f"{name}s"] = [operands.get(name) for operands in each]
+    return operations.linears_fp8(x.values, x.scale, weights, scales, **options)
 
 
 def fp8_gelu_product(
