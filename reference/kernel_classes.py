@@ -22,7 +22,8 @@ _CONVOLUTION = re.compile(
 # These may be fused with what follows a convolution.
 _MATRIX_TEMPLATE = re.compile(r"^triton_(tem|mm).*mm")
 _GEMM = re.compile(
-    r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm|linear_fp8|^aten::(add|b|baddb)?mm$",
+    r"nvjet|gemm|gemv|cutlass|cublas|splitk|triton_tem|triton_mm|linear_fp8|product_kernel|linears_lora"
+    r"|^aten::(add|b|baddb)?mm$",
     re.IGNORECASE,
 )
 

@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
         ("triton_poi_fused_addmm_gelu_view_7", "other"),
         ("void h100_diffusers_kernels::row_norm_kernel<RmsNorm, Modulated>", "other"),
         ("void h100_diffusers_kernels::attention_kernel<64, __nv_bfloat16>", "attention"),
-        ("void h100_diffusers_kernels::linear_fp8_kernel<192, __nv_bfloat16, false>", "gemm"),
+        ("void h100_diffusers_kernels::product_kernel<192, RoundedOutput<__half>>", "gemm"),
         ("triton_tem_fused_flex_attention_3", "attention"),
         ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
         ("void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, ...>", "convolution"),

@@ -1,6 +1,6 @@
-// Linear layers of FP8 or 16-bit operands, with a low-rank term. An item is a tile of the result. Its operands
-// are converted to float32 in panels of a few features; the columns of the tile are the innermost dimension,
-// so that each loop over them is the same arithmetic for all.
+// Linear layers of FP8 or 16-bit operands, with a low-rank term. An item is a tile of the result. Its
+// operands are converted to float32 in panels of a few features; the columns of the tile are the innermost
+// dimension, so that each loop over them is the same arithmetic for all.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -107,7 +107,8 @@ struct Tile {
     if (layer.bias != nullptr) load(layer.bias_dtype, layer.bias, first_column, columns(), bias);
     const double scale = is_fp8() && !p.x_is_blocked ? p.x_scale[first_row + row] : 1.0f;
     for (int64_t column = 0; column < columns(); ++column) {
-      const float weight_scale = is_fp8() ? layer.scale[layer.has_one_scale ? 0 : first_column + column] : 1.0f;
+      const float weight_scale =
+          is_fp8() ? layer.scale[layer.has_one_scale ? 0 : first_column + column] : 1.0f;
       values[column] = static_cast<float>(s.products[row][column] * (scale * weight_scale) +
                                           s.low_rank[row][column] + bias[column]);
     }

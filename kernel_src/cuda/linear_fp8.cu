@@ -1,40 +1,14 @@
 // linear_fp8: products of FP8 rows and FP8 weights, rounded to 16 bits.
-#include "linear_fp8.cuh"
+#include "product.cuh"
+#include "rounded_output.cuh"
 
 namespace h100_diffusers_kernels {
-namespace {
 
-template <typename T>
-struct RoundedOutput {
-  using Element = T;
-  static constexpr CUtensorMapDataType kMapType = kProductMapType<T>;
-  static constexpr bool kHasResidual = false;
-
-  template <int kValues>
-  __device__ __forceinline__ static void finish(const ProductParams&, const WarpRole&, const ProductPosition&,
-                                                float (&)[kValues]) {}
-
-  template <int kValues>
-  __device__ __forceinline__ static void store_shared(uint32_t out, const WarpRole& role,
-                                                      const float (&values)[kValues]) {
-    constexpr uint32_t kBoxBytes = kWarpGroupRows * kBoxRowBytes;
-#pragma unroll
-    for (int p = 0; p < kValues / 8; ++p) {
-      const float* v = values + 8 * p;
-      const uint32_t fragment[4] = {pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
-                                    pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])};
-      stmatrix(out + p / 4 * kBoxBytes + swizzled_piece(role.fragment_row(), p % 4 * 2 + role.lane / 16),
-               fragment);
-    }
-  }
-
-  __device__ __forceinline__ static T round(float value) { return from_float<T>(value); }
-};
-
-}  // namespace
-
-void linear_fp8(const LinearFp8Params& args, Stream stream) {
-  launch_16_bit_product<RoundedOutput>("linear_fp8", args, stream);
+void linear_fp8(const LinearParams& args, Stream stream) {
+  constexpr const char* kOperation = "linear_fp8";
+  dispatch_16_bit_product(kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
+    launch_fp8_product<columns, RoundedOutput<T>>(kOperation, args, stream);
+  });
 }
 
 }  // namespace h100_diffusers_kernels

@@ -1,7 +1,7 @@
 // linear_gated_residual_fp8: a residual plus a gate times the product of FP8 rows and an FP8 weight. TMA
-// copies the tile of the residual to shared memory while the tile is multiplied. A gate that all rows share
-// is a factor of the columns' scales and biases.
-#include "linear_fp8.cuh"
+// copies the tile of the residual to shared memory while the tile is multiplied. Without a low-rank term a
+// gate that all rows share is a factor of the columns' scales and biases.
+#include "product.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
@@ -13,19 +13,23 @@ struct GatedResidualOutput {
   static constexpr bool kHasResidual = true;
 
   // The gate's element at this offset.
-  __device__ __forceinline__ static float load_gate(const LinearFp8Params& args, int64_t offset) {
+  __device__ __forceinline__ static float load_gate(const LinearParams& args, int64_t offset) {
     return args.gate_is_float32 ? __ldg(static_cast<const float*>(args.gate) + offset)
                                 : to_float(static_cast<const T*>(args.gate)[offset]);
   }
 
-  // Multiplies by a gate of which each row has its own.
+  __device__ __forceinline__ static bool is_gate_a_factor(const LinearParams& args) {
+    return args.gate != nullptr && args.gate_stride == 0 && args.layers[0].rank == 0;
+  }
+
+  // Multiplies by a gate that is no factor of the columns.
   template <int kValues>
   __device__ __forceinline__ static void finish(const ProductParams& params, const WarpRole& role,
                                                 const ProductPosition& position, float (&values)[kValues]) {
-    const LinearFp8Params& args = params.args;
-    if (args.gate == nullptr || args.gate_stride == 0) return;
+    const LinearParams& args = params.args;
+    if (args.gate == nullptr || is_gate_a_factor(args)) return;
     const int first = position.column + 2 * (role.lane % 4);
-    const int columns = static_cast<int>(args.weights[0].out_features);
+    const int columns = static_cast<int>(args.layers[0].out_features);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t row = position.row + role.output_row(i);
@@ -62,8 +66,11 @@ struct GatedResidualOutput {
 
 }  // namespace
 
-void linear_gated_residual_fp8(const LinearFp8Params& args, Stream stream) {
-  launch_16_bit_product<GatedResidualOutput>("linear_gated_residual_fp8", args, stream);
+void linear_gated_residual_fp8(const LinearParams& args, Stream stream) {
+  constexpr const char* kOperation = "linear_gated_residual_fp8";
+  dispatch_16_bit_product(kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
+    launch_fp8_product<columns, GatedResidualOutput<T>>(kOperation, args, stream);
+  });
 }
 
 }  // namespace h100_diffusers_kernels

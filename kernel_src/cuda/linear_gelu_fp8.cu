@@ -2,12 +2,10 @@
 // columns of one block, so that the four threads that share a row find its scale.
 #include "activations.cuh"
 #include "fp8.cuh"
-#include "linear_fp8.cuh"
+#include "product.cuh"
 
 namespace h100_diffusers_kernels {
 namespace {
-
-constexpr const char* kOperation = "linear_gelu_fp8";
 
 template <class Activation>
 struct QuantizedOutput {
@@ -64,17 +62,12 @@ struct QuantizedOutput {
 
 }  // namespace
 
-void linear_gelu_fp8(const LinearFp8Params& args, Stream stream) {
-  const auto launch = [&]<class Activation>(std::type_identity<Activation>) {
-    using Output = QuantizedOutput<Activation>;
-    constexpr int kColumns = kFp8BlockSize;
-    if (args.x_is_blocked) return launch_product<kColumns, Output, true>(kOperation, args, stream);
-    launch_product<kColumns, Output, false>(kOperation, args, stream);
-  };
-  if (args.tanh_approximation)
-    launch(std::type_identity<CoarseGeluTanh>{});
+void linear_gelu_fp8(const LinearParams& args, Stream stream) {
+  constexpr const char* kOperation = "linear_gelu_fp8";
+  if (args.gelu == Gelu::kTanh)
+    launch_fp8_product<kFp8BlockSize, QuantizedOutput<CoarseGeluTanh>>(kOperation, args, stream);
   else
-    launch(std::type_identity<GeluErf>{});
+    launch_fp8_product<kFp8BlockSize, QuantizedOutput<GeluErf>>(kOperation, args, stream);
 }
 
 }  // namespace h100_diffusers_kernels

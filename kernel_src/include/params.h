@@ -439,7 +439,7 @@ struct LinearParams {
   bool x_is_blocked;
   int32_t layer_count;  // 1 to kMaxLinearLayers
   LinearLayer layers[kMaxLinearLayers];
-  DType dtype;      // of the results, and of 16-bit operands: float16 or bfloat16; unused with quantized results
+  DType dtype;  // of the results, and of 16-bit operands: float16 or bfloat16; unused with quantized results
   DType low_dtype;  // of low and up
   Gelu gelu;        // with quantized results and with 16-bit operands
   // Only with a quantized result, which has one layer:

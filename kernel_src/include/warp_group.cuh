@@ -29,8 +29,8 @@
 //                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(accumulate));
 //
 // The macros below generate the other instructions: 72 to 128 columns, where the operands after d start at 36
-// to 64; float16; and a in shared memory (a_from_shared), where a has a descriptor too and imm-trans-a is
-// added.
+// to 64; float16; and a in shared memory (a_from_shared, 128 and 192 columns), where a has a descriptor too
+// and imm-trans-a is added.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -138,30 +138,38 @@ struct Wgmma;
   struct Wgmma<T, columns> {                      \
     H100_OF_REGISTERS(type, columns, __VA_ARGS__) \
   }
-// a_from_shared has a and b in shared memory, and the inner dimension along their rows.
-#define H100_PRODUCTS(T, type)                                                                  \
-  H100_PRODUCT(T, type, 64, 32, 32, 33, 34, 35, 36, 37);                                        \
-  H100_PRODUCT(T, type, 72, 36, 36, 37, 38, 39, 40, 41);                                        \
-  H100_PRODUCT(T, type, 80, 40, 40, 41, 42, 43, 44, 45);                                        \
-  H100_PRODUCT(T, type, 96, 48, 48, 49, 50, 51, 52, 53);                                        \
-  H100_PRODUCT(T, type, 112, 56, 56, 57, 58, 59, 60, 61);                                       \
-  template <>                                                                                   \
-  struct Wgmma<T, 128> {                                                                        \
-    H100_OF_REGISTERS(type, 128, 64, 64, 65, 66, 67, 68, 69)                                    \
-    __device__ __forceinline__ static void a_from_shared(float (&d)[64], MatrixDescriptor a,    \
-                                                         MatrixDescriptor b, bool accumulate) { \
-      asm volatile(                                                                             \
-          "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                        \
-          "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" H100_REGISTERS_64   \
-          "}, %64, %65, accumulate, 1, 1, 0, 0;\n}"                                             \
-          : H100_OUT_64(d)                                                                      \
-          : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));       \
-    }                                                                                           \
+// a_from_shared has a and b in shared memory, and the inner dimension along their rows. The numbers are those
+// of a, b and accumulate.
+#define H100_OF_SHARED(type, columns, values, a0, b0, flag)                                       \
+  __device__ __forceinline__ static void a_from_shared(float (&d)[values], MatrixDescriptor a,    \
+                                                       MatrixDescriptor b, bool accumulate) {     \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #flag                     \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type            \
+                 " {" H100_REGISTERS_##values "}, %" #a0 ", %" #b0 ", accumulate, 1, 1, 0, 0;\n}" \
+                 : H100_OUT_##values(d)                                                           \
+                 : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));  \
+  }
+#define H100_PRODUCTS(T, type)                               \
+  H100_PRODUCT(T, type, 64, 32, 32, 33, 34, 35, 36, 37);     \
+  H100_PRODUCT(T, type, 72, 36, 36, 37, 38, 39, 40, 41);     \
+  H100_PRODUCT(T, type, 80, 40, 40, 41, 42, 43, 44, 45);     \
+  H100_PRODUCT(T, type, 96, 48, 48, 49, 50, 51, 52, 53);     \
+  H100_PRODUCT(T, type, 112, 56, 56, 57, 58, 59, 60, 61);    \
+  template <>                                                \
+  struct Wgmma<T, 128> {                                     \
+    H100_OF_REGISTERS(type, 128, 64, 64, 65, 66, 67, 68, 69) \
+    H100_OF_SHARED(type, 128, 64, 64, 65, 66)                \
+  };                                                         \
+  template <>                                                \
+  struct Wgmma<T, 192> {                                     \
+    H100_OF_SHARED(type, 192, 96, 96, 97, 98)                \
   }
 H100_PRODUCTS(__nv_bfloat16, "bf16");
 H100_PRODUCTS(__half, "f16");
 #undef H100_PRODUCTS
 #undef H100_PRODUCT
+#undef H100_OF_SHARED
 #undef H100_OF_REGISTERS
 
 // Orders register accesses before the next wgmma. All threads of the warp group call it.

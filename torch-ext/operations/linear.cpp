@@ -1,9 +1,10 @@
 // Linear layers of one 16-bit input, with low-rank terms.
+#include "linear.h"
+
 #include <array>
 
 #include "../output.h"
 #include "../torch_binding.h"
-#include "linear.h"
 
 namespace h100_diffusers_kernels {
 namespace {
@@ -161,9 +162,8 @@ TensorList call_linears_lora(const char* operation, const Tensor& x, const Tenso
                              const OptionalTensor& bias_1, const OptionalTensor& weight_2,
                              const OptionalTensor& low_2, const OptionalTensor& up_2,
                              const OptionalTensor& bias_2, bool has_gelu, bool tanh_approximation) {
-  const Layers layers{{{weight_0, low_0, up_0, bias_0},
-                       {weight_1, low_1, up_1, bias_1},
-                       {weight_2, low_2, up_2, bias_2}}};
+  const Layers layers{
+      {{weight_0, low_0, up_0, bias_0}, {weight_1, low_1, up_1, bias_1}, {weight_2, low_2, up_2, bias_2}}};
   return LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation).run();
 }
 
@@ -174,11 +174,9 @@ void call_linears_lora_out(const char* operation, const Tensor& x, const Tensor&
                            const OptionalTensor& bias_1, const OptionalTensor& weight_2,
                            const OptionalTensor& low_2, const OptionalTensor& up_2,
                            const OptionalTensor& bias_2, bool has_gelu, bool tanh_approximation,
-                           const Tensor& out_0, const OptionalTensor& out_1,
-                           const OptionalTensor& out_2) {
-  const Layers layers{{{weight_0, low_0, up_0, bias_0},
-                       {weight_1, low_1, up_1, bias_1},
-                       {weight_2, low_2, up_2, bias_2}}};
+                           const Tensor& out_0, const OptionalTensor& out_1, const OptionalTensor& out_2) {
+  const Layers layers{
+      {{weight_0, low_0, up_0, bias_0}, {weight_1, low_1, up_1, bias_1}, {weight_2, low_2, up_2, bias_2}}};
   LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation).run({out_0, out_1, out_2});
 }
 

@@ -1,5 +1,5 @@
-// Linear layers of several kinds of operands (fp8.cpp, linear.cpp): their low-rank terms, and launches of rows
-// at one distance.
+// Linear layers of several kinds of operands (fp8.cpp, linear.cpp): their low-rank terms, and launches of
+// rows at one distance.
 #pragma once
 
 #include <cstdint>

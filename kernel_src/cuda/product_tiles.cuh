@@ -1,4 +1,4 @@
-// Tiles of FP8 products (linear_fp8.cuh): their memory, their order, and the warp that loads them.
+// Tiles of products (product.cuh): their memory, their order, and the warp that loads them.
 #pragma once
 
 #include "barrier.cuh"
@@ -14,8 +14,14 @@ constexpr int kProductClusterBlocks = 2;
 constexpr int kProductGroups = 2;  // multiplying warp groups of a block
 constexpr int kProductTileRows = kProductGroups * kWarpGroupRows;
 constexpr int kProductThreads = (1 + kProductGroups) * kWarpGroupThreads;
-constexpr int kProductDepth = kBoxRowBytes;  // a stage has one box of each matrix, with the same depth
-static_assert(kProductDepth == kFp8BlockSize);
+
+// E4M3 with a scale for each row of x, or for each block of its rows; or 16-bit values of the result's dtype.
+enum class Operands { kFp8Rows, kFp8Blocks, k16Bit };
+
+// A stage has one box of each matrix, with the same depth.
+template <Operands kOperands>
+constexpr int kProductDepth = kOperands == Operands::k16Bit ? kBoxColumns : kBoxRowBytes;
+static_assert(kProductDepth<Operands::kFp8Blocks> == kFp8BlockSize);
 
 // Shared memory. kElementBytes: of the result
 template <int kColumns_, int kElementBytes>
@@ -59,20 +65,22 @@ struct ProductMemory {
 constexpr int kProductGroupPairs = 8;
 
 struct ProductParams {
-  CUtensorMap x, weights[kMaxFp8Weights], outs[kMaxFp8Weights], residual;
-  LinearFp8Params args;
+  CUtensorMap x, weights[kMaxLinearLayers], lows[kMaxLinearLayers], ups[kMaxLinearLayers],
+      outs[kMaxLinearLayers], residual;
+  LinearParams args;
   int row_pairs, column_tiles, depth_tiles;
-  int first_tiles[kMaxFp8Weights];     // each weight's first tile of columns; column_tiles if it is absent
-  FastDivisor group_tiles;             // of kProductGroupPairs pairs of row tiles
-  bool is_out_mapped[kMaxFp8Weights];  // and the residual, if there is one
+  int low_tiles[kMaxLinearLayers];       // stages of each layer's low-rank term
+  int first_tiles[kMaxLinearLayers];     // each layer's first tile of columns; column_tiles if it is absent
+  FastDivisor group_tiles;               // of kProductGroupPairs pairs of row tiles
+  bool is_out_mapped[kMaxLinearLayers];  // and the residual, if there is one
 
   __device__ __forceinline__ int tiles() const { return row_pairs * column_tiles; }
 };
 
-// The weight, first row and first column of a block's tile. A cluster has a pair of row tiles. Clusters that
+// The layer, first row and first column of a block's tile. A cluster has a pair of row tiles. Clusters that
 // run at the same time share a few rows and columns of tiles, which they read from L2.
 struct ProductTile {
-  int weight, row, column;
+  int layer, row, column;
 
   __device__ __forceinline__ ProductTile(const ProductParams& params, int index, int rank, int columns) {
     const int group = static_cast<int>(params.group_tiles.divide(index)), first = group * kProductGroupPairs;
@@ -80,15 +88,17 @@ struct ProductTile {
     const int pairs = min(kProductGroupPairs, params.row_pairs - first);
     // Only the last group has fewer pairs.
     const int column_tile = pairs == kProductGroupPairs ? place / kProductGroupPairs : place / pairs;
-    weight = 0;
+    layer = 0;
 #pragma unroll
-    for (int i = 1; i < kMaxFp8Weights; ++i) weight += column_tile >= params.first_tiles[i];
-    column = (column_tile - params.first_tiles[weight]) * columns;
+    for (int i = 1; i < kMaxLinearLayers; ++i) layer += column_tile >= params.first_tiles[i];
+    column = (column_tile - params.first_tiles[layer]) * columns;
     row = (kProductClusterBlocks * (first + place - column_tile * pairs) + rank) * kProductTileRows;
   }
 };
 
-template <class M>
+// Loads the stages of each tile: those of x and the weight, then those of its low-rank term, which have the
+// same size.
+template <Operands kOperands, class M>
 __device__ __forceinline__ void load_product_tiles(const ProductParams& params, const M& memory, int rank) {
   constexpr int kHalf = M::kColumns / kProductClusterBlocks;
   constexpr uint16_t kAllBlocks = (1 << kProductClusterBlocks) - 1;
@@ -97,16 +107,19 @@ __device__ __forceinline__ void load_product_tiles(const ProductParams& params, 
   for (int index = blockIdx.x / kProductClusterBlocks; index < params.tiles();
        index += gridDim.x / kProductClusterBlocks) {
     const ProductTile tile(params, index, rank, M::kColumns);
-    const CUtensorMap& weight = params.weights[tile.weight];
-    for (int k = 0; k < params.depth_tiles; ++k) {
+    const auto load = [&](const CUtensorMap& x, const CUtensorMap& weight, int feature) {
       state.wait_empty(ring);
       const Barrier full = ring.full(state.stage);
       full.arrive_expect_tx(M::kStageBytes);
-      tma_load(memory.x(state.stage), params.x, full, MatrixBox{k * kProductDepth, tile.row});
+      tma_load(memory.x(state.stage), x, full, MatrixBox{feature, tile.row});
       tma_load_multicast(memory.weight(state.stage) + rank * kHalf * kBoxRowBytes, weight, full,
-                         MatrixBox{k * kProductDepth, tile.column + rank * kHalf}, kAllBlocks);
+                         MatrixBox{feature, tile.column + rank * kHalf}, kAllBlocks);
       state.advance();
-    }
+    };
+    for (int k = 0; k < params.depth_tiles; ++k)
+      load(params.x, params.weights[tile.layer], k * kProductDepth<kOperands>);
+    for (int k = 0; k < params.low_tiles[tile.layer]; ++k)
+      load(params.lows[tile.layer], params.ups[tile.layer], k * kBoxColumns);
   }
 }
 

@@ -1,39 +1,41 @@
-// The kernel of products of FP8 rows and FP8 weights, with a scale for each row of both. One launch
-// multiplies the same rows by up to kMaxFp8Weights weights. A template parameter, the output, stores the
-// sums: linear_fp8.cu rounds them, linear_gelu_fp8.cu quantizes their GELU, linear_gated_residual_fp8.cu adds
-// a residual.
+// The kernel of linear layers: products of rows and up to kMaxLinearLayers weights in one launch, either FP8
+// with a scale for each row of both, or 16-bit. A layer may have a low-rank term. A template parameter, the
+// output, stores the sums: linear_fp8.cu rounds them, linear_gelu_fp8.cu quantizes their GELU,
+// linear_gated_residual_fp8.cu adds a residual, linears_lora.cu rounds them or their GELU.
 //
 // Blocks are persistent. Two blocks form a cluster: they compute adjacent tiles of 128 rows and the same
 // columns, and each loads half of the weights' tile for both (multicast), because the L2 cache could not
 // deliver it twice at the rate of the products. In a block one warp loads tiles of 128 bytes a row into a
 // ring of stages, and two warp groups multiply, 64 rows each. The accumulator of FP8 products keeps about 14
-// bits, so the products of each stage are added to float32 sums (notes/fp8.md).
+// bits, so the products of each stage are added to float32 sums (notes/fp8.md). 16-bit products, also those
+// of the low-rank term, accumulate in the sums themselves.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "launch.cuh"
-#include "linear_fp8_tiles.cuh"
+#include "product_tiles.cuh"
 #include "warp_group.cuh"
 
 namespace h100_diffusers_kernels {
 
-// The rows of a tile that a thread has values of, and their scales.
-template <bool kIsBlocked>
+// The rows of a tile that a thread has values of, and the scales of FP8 rows.
+template <Operands kOperands>
 struct ProductRows {
   const float* scales[2];
   bool is_row[2];
   float next[2];
 
   __device__ __forceinline__ ProductRows(const ProductParams& params, int row) {
+    const int64_t row_scales = kOperands == Operands::kFp8Blocks ? params.depth_tiles : 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       is_row[i] = row + 8 * i < params.args.rows;
-      scales[i] = params.args.x_scale +
-                  (is_row[i] ? (row + 8 * i) * static_cast<int64_t>(kIsBlocked ? params.depth_tiles : 1) : 0);
+      next[i] = 1.0f;
+      scales[i] = params.args.x_scale + (is_row[i] ? (row + 8 * i) * row_scales : 0);
     }
-    fetch(0);
+    if constexpr (kOperands != Operands::k16Bit) fetch(0);
   }
   __device__ __forceinline__ void fetch(int block) {
 #pragma unroll
@@ -48,15 +50,15 @@ struct ProductPosition {
   int column;   // first column of the tile
 };
 
-__device__ __forceinline__ float load_bias(const Fp8Weight& weight, int column) {
-  if (weight.bias == nullptr) return 0.0f;
-  switch (weight.bias_dtype) {
+__device__ __forceinline__ float load_bias(const LinearLayer& layer, int column) {
+  if (layer.bias == nullptr) return 0.0f;
+  switch (layer.bias_dtype) {
     case DType::kFloat32:
-      return __ldg(static_cast<const float*>(weight.bias) + column);
+      return __ldg(static_cast<const float*>(layer.bias) + column);
     case DType::kFloat16:
-      return to_float(static_cast<const __half*>(weight.bias)[column]);
+      return to_float(static_cast<const __half*>(layer.bias)[column]);
     default:
-      return to_float(static_cast<const __nv_bfloat16*>(weight.bias)[column]);
+      return to_float(static_cast<const __nv_bfloat16*>(layer.bias)[column]);
   }
 }
 
@@ -69,10 +71,12 @@ constexpr CUtensorMapDataType kProductMapType =
 //   store_shared(out, role, values)        writes them to the boxes of a warp group, which TMA then copies
 //   round(value)                           returns one of them as an Element
 // With kHasResidual the boxes hold the residual before, and store_shared adds it.
-template <class M, class Output, bool kIsBlocked>
+template <class M, class Output, Operands kOperands>
 class Product {
  public:
   static constexpr int kColumns = M::kColumns, kValues = kColumns / 2;
+  static constexpr bool kIs16Bit = kOperands == Operands::k16Bit;
+  static constexpr bool kIsBlocked = kOperands == Operands::kFp8Blocks;
   static constexpr int kThreadColumns = (kColumns + kWarpGroupThreads - 1) / kWarpGroupThreads;
 
   __device__ __forceinline__ Product(const ProductParams& params, const M& memory, const WarpRole& role,
@@ -91,11 +95,21 @@ class Product {
  private:
   __device__ __forceinline__ void compute(const ProductTile& tile) {
     const int first_row = tile.row + role_.group * kWarpGroupRows;
-    ProductRows<kIsBlocked> rows(params_, first_row + role_.output_row(0));
+    ProductRows<kOperands> rows(params_, first_row + role_.output_row(0));
     float2 factors[kThreadColumns] = {};
     load_factors(tile, factors);
-    float sums[kValues], products[kValues];
-    multiply_stage(sums);
+    float sums[kValues];
+    if constexpr (kIs16Bit)
+      multiply_16_bit(sums);
+    else
+      multiply_fp8(tile, first_row, rows, sums);
+    store(tile, first_row, rows, factors, sums);
+  }
+
+  __device__ __forceinline__ void multiply_fp8(const ProductTile& tile, int first_row,
+                                               ProductRows<kOperands>& rows, float (&sums)[kValues]) {
+    float products[kValues];
+    multiply_fp8_stage(sums);
     if constexpr (Output::kHasResidual) load_residual(tile, first_row);
     if constexpr (kIsBlocked) {
 #pragma unroll
@@ -104,44 +118,117 @@ class Product {
 #pragma unroll 1
     for (int k = 1; k < params_.depth_tiles; ++k) {
       if constexpr (kIsBlocked) rows.fetch(k);
-      multiply_stage(products);
+      multiply_fp8_stage(products);
 #pragma unroll
       for (int i = 0; i < kValues; ++i)
         sums[i] = kIsBlocked ? fmaf(rows.next[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
     }
-    store(tile, first_row, rows, factors, sums);
   }
 
   // Multiplies what the next stage holds and releases it.
-  __device__ __forceinline__ void multiply_stage(float (&products)[kValues]) {
-    const auto ring = memory_.ring();
-    state_.wait_full(ring);
-    const auto x =
-        MatrixDescriptor::along_rows(memory_.x(state_.stage) + role_.group * kWarpGroupRows * kBoxRowBytes);
-    const auto weight = MatrixDescriptor::along_rows(memory_.weight(state_.stage));
+  __device__ __forceinline__ void multiply_fp8_stage(float (&products)[kValues]) {
+    state_.wait_full(memory_.ring());
+    const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
     wgmma_fence();
 #pragma unroll
-    for (int depth = 0; depth < kProductDepth; depth += kFp8Depth)
-      Fp8Wgmma<kColumns>::multiply(products, x.plus(depth), weight.plus(depth), depth > 0);
+    for (int byte = 0; byte < kBoxRowBytes; byte += kFp8Depth)
+      Fp8Wgmma<kColumns>::multiply(products, x.plus(byte), weight.plus(byte), byte > 0);
     wgmma_commit_group();
     wgmma_wait_group();
     compiler_fence(products);
-    if (role_.lane < kProductClusterBlocks) ring.empty(state_.stage).arrive_at(role_.lane);
+    release(state_.stage);
     state_.advance();
+  }
+
+  // Waits for the next stage and starts to add the product of the first 16 kSteps columns of its 16-bit
+  // operands.
+  template <typename T, int kSteps>
+  __device__ __forceinline__ void begin_16_bit_stage(float (&sums)[kValues], bool accumulate = true) {
+    constexpr int kStepBytes = kWgmmaDepth * sizeof(T);
+    state_.wait_full(memory_.ring());
+    const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      Wgmma<T, kColumns>::a_from_shared(sums, x.plus(step * kStepBytes), weight.plus(step * kStepBytes),
+                                        accumulate || step > 0);
+    wgmma_commit_group();
+  }
+
+  // One wgmma group is in flight while the next stage is awaited.
+  __device__ __forceinline__ void multiply_16_bit(float (&sums)[kValues]) {
+    using T = typename Output::Element;
+    constexpr int kSteps = kBoxColumns / kWgmmaDepth;
+    begin_16_bit_stage<T, kSteps>(sums, false);
+    int previous = state_.stage;
+    state_.advance();
+#pragma unroll 1
+    for (int k = 1; k < params_.depth_tiles; ++k) {
+      begin_16_bit_stage<T, kSteps>(sums);
+      wgmma_wait_group<1>();
+      release(previous);
+      previous = state_.stage;
+      state_.advance();
+    }
+    wgmma_wait_group();
+    compiler_fence(sums);
+    release(previous);
+  }
+
+  // Adds the low-rank term to scaled sums.
+  __device__ __forceinline__ void add_low_rank(const ProductTile& tile, float (&sums)[kValues]) {
+#pragma unroll 1
+    for (int k = 0; k < params_.low_tiles[tile.layer]; ++k) {
+      const int columns = static_cast<int>(params_.args.layers[tile.layer].rank) - k * kBoxColumns;
+      if constexpr (sizeof(typename Output::Element) == 2)
+        add_low_stage<typename Output::Element>(columns, sums);
+      else if (params_.args.low_dtype == DType::kFloat16)
+        add_low_stage<__half>(columns, sums);
+      else
+        add_low_stage<__nv_bfloat16>(columns, sums);
+      release(state_.stage);
+      state_.advance();
+    }
+  }
+
+  // Columns beyond the rank are zeros. The branches have a fixed number of wgmmas each: otherwise the
+  // compiler adds a fence to each of them.
+  template <typename T>
+  __device__ __forceinline__ void add_low_stage(int columns, float (&sums)[kValues]) {
+    if (columns <= kWgmmaDepth)
+      begin_16_bit_stage<T, 1>(sums);
+    else if (columns <= 2 * kWgmmaDepth)
+      begin_16_bit_stage<T, 2>(sums);
+    else
+      begin_16_bit_stage<T, 4>(sums);
+    wgmma_wait_group();
+    compiler_fence(sums);
+  }
+
+  // This warp group's rows in the next stage.
+  __device__ __forceinline__ MatrixDescriptor stage_rows() const {
+    return MatrixDescriptor::along_rows(memory_.x(state_.stage) +
+                                        role_.group * kWarpGroupRows * kBoxRowBytes);
+  }
+  __device__ __forceinline__ uint32_t stage_weight() const { return memory_.weight(state_.stage); }
+
+  // Lets the loaders of both blocks overwrite the stage.
+  __device__ __forceinline__ void release(int stage) const {
+    if (role_.lane < kProductClusterBlocks) memory_.ring().empty(stage).arrive_at(role_.lane);
   }
 
   // Loads the scale and bias of the columns of this thread, long before they are needed.
   __device__ __forceinline__ void load_factors(const ProductTile& tile,
                                                float2 (&factors)[kThreadColumns]) const {
-    const Fp8Weight& weight = params_.args.weights[tile.weight];
+    const LinearLayer& layer = params_.args.layers[tile.layer];
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) {
       const int column = tile.column + i * kWarpGroupThreads + role_.thread;
-      if (column >= weight.out_features) continue;
-      factors[i].x = __ldg(weight.scale + (weight.has_one_scale ? 0 : column));
-      factors[i].y = load_bias(weight, column);
+      if (column >= layer.out_features) continue;
+      factors[i].x = kIs16Bit ? 1.0f : __ldg(layer.scale + (layer.has_one_scale ? 0 : column));
+      factors[i].y = load_bias(layer, column);
       if constexpr (Output::kHasResidual) {
-        if (params_.args.gate == nullptr || params_.args.gate_stride != 0) continue;
+        if (!Output::is_gate_a_factor(params_.args)) continue;
         const float gate = Output::load_gate(params_.args, column);
         factors[i].x *= gate;
         factors[i].y *= gate;
@@ -154,7 +241,7 @@ class Product {
     if (role_.thread != 0 || !params_.is_out_mapped[0] || first_row >= params_.args.rows) return;
     tma_wait_group_read();  // the earlier tile's stores have read the memory
     const Barrier barrier = memory_.residual(role_.group);
-    const int columns = static_cast<int>(params_.args.weights[0].out_features) - tile.column;
+    const int columns = static_cast<int>(params_.args.layers[0].out_features) - tile.column;
     const int boxes = min(M::kOutBoxes, (columns + M::kOutBoxColumns - 1) / M::kOutBoxColumns);
     barrier.arrive_expect_tx(boxes * M::kOutBoxBytes);
     for (int box = 0; box < boxes; ++box)
@@ -163,7 +250,7 @@ class Product {
   }
 
   __device__ __forceinline__ void store(const ProductTile& tile, int first_row,
-                                        const ProductRows<kIsBlocked>& rows,
+                                        const ProductRows<kOperands>& rows,
                                         const float2 (&factors)[kThreadColumns], float (&sums)[kValues]) {
     const uint32_t columns = memory_.factors(role_.group);
 #pragma unroll
@@ -178,14 +265,15 @@ class Product {
       const float4 pair = load_shared_float4(columns + (8 * j + 2 * (role_.lane % 4)) * sizeof(float2));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float row_scale = kIsBlocked ? 1.0f : rows.next[i];
+        const float row_scale = kOperands == Operands::kFp8Rows ? rows.next[i] : 1.0f;
         float* values = sums + 4 * j + 2 * i;
         values[0] = fmaf(values[0], row_scale * pair.x, pair.y);
         values[1] = fmaf(values[1], row_scale * pair.z, pair.w);
       }
     }
+    add_low_rank(tile, sums);
     Output::finish(params_, role_, ProductPosition{first_row, tile.column}, sums);
-    if (!params_.is_out_mapped[tile.weight]) {
+    if (!params_.is_out_mapped[tile.layer]) {
       store_unmapped(tile, first_row, rows, sums);
       role_.sync_group();  // all threads have read the columns' scales and biases
       return;
@@ -204,22 +292,22 @@ class Product {
 #pragma unroll
     for (int box = 0; box < M::kOutBoxes; ++box)
       if (const int column = tile.column + box * M::kOutBoxColumns;
-          column < params_.args.weights[tile.weight].out_features && first_row < params_.args.rows)
-        tma_store(params_.outs[tile.weight], out + box * M::kOutBoxBytes, MatrixBox{column, first_row});
+          column < params_.args.layers[tile.layer].out_features && first_row < params_.args.rows)
+        tma_store(params_.outs[tile.layer], out + box * M::kOutBoxBytes, MatrixBox{column, first_row});
     tma_commit_group();
   }
 
   // TMA cannot write rows whose distance is no multiple of 16 bytes.
   __device__ __forceinline__ void store_unmapped(const ProductTile& tile, int first_row,
-                                                 const ProductRows<kIsBlocked>& rows,
+                                                 const ProductRows<kOperands>& rows,
                                                  const float (&values)[kValues]) const {
     using T = typename Output::Element;
-    const Fp8Weight& weight = params_.args.weights[tile.weight];
-    const int first = tile.column + 2 * (role_.lane % 4), columns = static_cast<int>(weight.out_features);
+    const LinearLayer& layer = params_.args.layers[tile.layer];
+    const int first = tile.column + 2 * (role_.lane % 4), columns = static_cast<int>(layer.out_features);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!rows.is_row[i]) continue;
-      T* out = static_cast<T*>(weight.out) + (first_row + role_.output_row(i)) * weight.out_stride + first;
+      T* out = static_cast<T*>(layer.out) + (first_row + role_.output_row(i)) * layer.out_stride + first;
 #pragma unroll
       for (int j = 0; j < kValues / 2; ++j) {
         const int offset = j / 2 * 8 + j % 2;
@@ -246,9 +334,9 @@ __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-template <int kColumns, class Output, bool kIsBlocked>
+template <int kColumns, class Output, Operands kOperands>
 __global__ void __launch_bounds__(kProductThreads, 1)
-    linear_fp8_kernel(const __grid_constant__ ProductParams params) {
+    product_kernel(const __grid_constant__ ProductParams params) {
   constexpr int kLoadRegisters = 24, kMultiplyRegisters = 240;  // the least of setmaxnreg, and what is left
   static_assert((kProductGroups * kMultiplyRegisters + kLoadRegisters) * kWarpGroupThreads <=
                 kMultiprocessorRegisters);
@@ -266,11 +354,11 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   griddepcontrol_wait();
   if (role.is_loader()) {
     setmaxnreg_dec<kLoadRegisters>();
-    if (role.thread == 0) load_product_tiles(params, memory, rank);
+    if (role.thread == 0) load_product_tiles<kOperands>(params, memory, rank);
     __syncwarp();
   } else {
     setmaxnreg_inc<kMultiplyRegisters>();
-    Product<M, Output, kIsBlocked>(params, memory, role, rank).run();
+    Product<M, Output, kOperands>(params, memory, role, rank).run();
   }
   // A block must not end before the other one has signalled its barriers.
   sync_cluster();
@@ -295,71 +383,90 @@ inline int product_clusters(const char* operation, Stream stream) {
 }
 
 // Returns the cycles that tiles of 128 or 192 columns take: those that each cluster computes in turn, with so
-// many cycles a stage and at the end of a tile (notes/fp8.md).
-inline int64_t product_cycles(const LinearFp8Params& args, int columns, int clusters) {
-  const int64_t stage = columns == 128 ? 565 : 807, end = columns == 128 ? 1800 : 2700;
+// many cycles a stage and at the end of a tile (notes/fp8.md). With 16-bit operands a stage takes little more
+// than its products do.
+inline int64_t product_cycles(const LinearParams& args, int columns, int clusters) {
+  const bool is_16_bit = args.x_scale == nullptr;
+  const int64_t fp8_stage = columns == 128 ? 565 : 807, end = columns == 128 ? 1800 : 2700;
+  const int64_t stage = is_16_bit ? 4 * columns + 16 : fp8_stage;
   int64_t column_tiles = 0;
-  for (int i = 0; i < args.weight_count; ++i)
-    column_tiles += ceil_divide(args.weights[i].out_features, columns);
+  for (int i = 0; i < args.layer_count; ++i)
+    column_tiles += ceil_divide(args.layers[i].out_features, columns);
   const int64_t row_pairs = ceil_divide(args.rows, kProductClusterBlocks * kProductTileRows);
-  const int64_t stages = ceil_divide(args.in_features, kProductDepth);
+  const int64_t stages = ceil_divide(args.in_features, is_16_bit ? kBoxColumns : kBoxRowBytes);
   return ceil_divide(row_pairs * column_tiles, clusters) * (stages * stage + end);
 }
 
-template <int kColumns, class Output, bool kIsBlocked>
-void launch_product(const char* operation, const LinearFp8Params& args, Stream stream) {
-  constexpr int kElementBytes = sizeof(typename Output::Element);
-  using M = ProductMemory<kColumns, kElementBytes>;
+template <int kColumns, class Output, Operands kOperands>
+void launch_product(const char* operation, const LinearParams& args, Stream stream) {
+  constexpr int kOutBytes = sizeof(typename Output::Element);
+  constexpr bool kIs16Bit = kOperands == Operands::k16Bit;
+  constexpr int kBytes = kIs16Bit ? kOutBytes : 1;  // of an operand's element
+  constexpr int kHalf = kColumns / kProductClusterBlocks;
+  const CUtensorMapDataType type = kIs16Bit ? Output::kMapType : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  using M = ProductMemory<kColumns, kOutBytes>;
   ProductParams params{};
   params.args = args;
   params.row_pairs = static_cast<int>(ceil_divide(args.rows, kProductClusterBlocks * kProductTileRows));
-  params.depth_tiles = static_cast<int>(ceil_divide(args.in_features, kProductDepth));
-  params.x = map_matrix(operation, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.x, args.rows, args.in_features,
-                        args.in_features, kProductTileRows);
-  for (int i = 0; i < kMaxFp8Weights; ++i) {
+  params.depth_tiles = static_cast<int>(ceil_divide(args.in_features, kProductDepth<kOperands>));
+  params.x = map_matrix(operation, type, kBytes, args.x, args.rows, args.in_features, args.in_features,
+                        kProductTileRows);
+  for (int i = 0; i < kMaxLinearLayers; ++i) {
     params.first_tiles[i] = params.column_tiles;
-    if (i >= args.weight_count) continue;
-    const Fp8Weight& weight = args.weights[i];
-    params.weights[i] =
-        map_matrix(operation, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, weight.data, weight.out_features,
-                   args.in_features, args.in_features, kColumns / kProductClusterBlocks);
-    params.is_out_mapped[i] = is_16_byte_aligned(weight.out) &&
-                              (args.rows == 1 || weight.out_stride * kElementBytes % kVectorBytes == 0);
+    if (i >= args.layer_count) continue;
+    const LinearLayer& layer = args.layers[i];
+    params.weights[i] = map_matrix(operation, type, kBytes, layer.weight, layer.out_features,
+                                   args.in_features, args.in_features, kHalf);
+    if (layer.rank > 0) {
+      const CUtensorMapDataType low_type = tensor_map_type(args.low_dtype);
+      params.low_tiles[i] = static_cast<int>(ceil_divide(layer.rank, kBoxColumns));
+      params.lows[i] = map_matrix(operation, low_type, 2, layer.low, args.rows, layer.rank, layer.low_stride,
+                                  kProductTileRows);
+      params.ups[i] =
+          map_matrix(operation, low_type, 2, layer.up, layer.out_features, layer.rank, layer.rank, kHalf);
+    }
+    params.is_out_mapped[i] =
+        is_16_byte_aligned(layer.out) && (args.rows == 1 || layer.out_stride * kOutBytes % kVectorBytes == 0);
     if (params.is_out_mapped[i])
-      params.outs[i] = map_matrix(operation, Output::kMapType, kElementBytes, weight.out, args.rows,
-                                  weight.out_features, weight.out_stride, kWarpGroupRows);
-    params.column_tiles += static_cast<int>(ceil_divide(weight.out_features, kColumns));
+      params.outs[i] = map_matrix(operation, Output::kMapType, kOutBytes, layer.out, args.rows,
+                                  layer.out_features, layer.out_stride, kWarpGroupRows);
+    params.column_tiles += static_cast<int>(ceil_divide(layer.out_features, kColumns));
   }
   if constexpr (Output::kHasResidual) {
     params.is_out_mapped[0] = params.is_out_mapped[0] && is_16_byte_aligned(args.residual) &&
-                              (args.rows == 1 || args.residual_stride * kElementBytes % kVectorBytes == 0);
+                              (args.rows == 1 || args.residual_stride * kOutBytes % kVectorBytes == 0);
     if (params.is_out_mapped[0])
-      params.residual = map_matrix(operation, Output::kMapType, kElementBytes, args.residual, args.rows,
-                                   args.weights[0].out_features, args.residual_stride, kWarpGroupRows);
+      params.residual = map_matrix(operation, Output::kMapType, kOutBytes, args.residual, args.rows,
+                                   args.layers[0].out_features, args.residual_stride, kWarpGroupRows);
   }
-  for (int i = args.weight_count; i < kMaxFp8Weights; ++i) params.first_tiles[i] = params.column_tiles;
+  for (int i = args.layer_count; i < kMaxLinearLayers; ++i) params.first_tiles[i] = params.column_tiles;
   params.group_tiles.set(static_cast<uint32_t>(kProductGroupPairs * params.column_tiles));
   const int clusters = std::min(product_clusters(operation, stream), params.row_pairs * params.column_tiles);
-  launch_kernel_with_shared_memory<linear_fp8_kernel<kColumns, Output, kIsBlocked>, kProductClusterBlocks>(
+  launch_kernel_with_shared_memory<product_kernel<kColumns, Output, kOperands>, kProductClusterBlocks>(
       operation, dim3(static_cast<unsigned>(clusters * kProductClusterBlocks)), kProductThreads, params,
       stream, M::kBytes);
 }
 
-// With tiles of 128 or 192 columns, by their cycles, and an output of 16-bit values.
-template <template <typename> class Output>
-void launch_16_bit_product(const char* operation, const LinearFp8Params& args, Stream stream) {
+// Calls launch(type, columns) with the type of 16-bit results and tiles of 128 or 192 columns, by their
+// cycles.
+template <typename Launch>
+void dispatch_16_bit_product(const char* operation, const LinearParams& args, Stream stream,
+                             const Launch& launch) {
   const int clusters = product_clusters(operation, stream);
   const bool is_wide = product_cycles(args, 192, clusters) <= product_cycles(args, 128, clusters);
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T> type) {
     if constexpr (sizeof(T) == 2) {
-      const auto launch_columns = [&](auto columns) {
-        if (args.x_is_blocked) return launch_product<columns, Output<T>, true>(operation, args, stream);
-        launch_product<columns, Output<T>, false>(operation, args, stream);
-      };
-      if (is_wide) return launch_columns(Constant<192>{});
-      launch_columns(Constant<128>{});
+      if (is_wide) return launch(type, Constant<192>{});
+      launch(type, Constant<128>{});
     }
   });
+}
+
+template <int kColumns, class Output>
+void launch_fp8_product(const char* operation, const LinearParams& args, Stream stream) {
+  if (args.x_is_blocked)
+    return launch_product<kColumns, Output, Operands::kFp8Blocks>(operation, args, stream);
+  launch_product<kColumns, Output, Operands::kFp8Rows>(operation, args, stream);
 }
 
 }  // namespace h100_diffusers_kernels
