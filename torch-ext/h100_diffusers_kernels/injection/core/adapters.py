@@ -12,6 +12,7 @@ and other variants, dropout in training, weights of another dtype, layers that a
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -166,6 +167,19 @@ def are_operands(terms: tuple[Lora, ...], x: Any) -> bool:
             ):
                 return False
     return True
+
+
+def describe_adapters(model: nn.Module) -> list[str]:
+    """How the active adapters of a model run now: a line for each way."""
+    layers: collections.Counter[tuple[str, str]] = collections.Counter()
+    for module in model.modules():
+        active = module.__dict__.get("_active_adapter")
+        if active is not None and is_adapted(module) and isinstance(below_adapters(module), nn.Linear):
+            terms = _read(module, [])
+            way = f"by peft: each {terms}" if isinstance(terms, str) else "on the kernels"
+            way = way if terms else "at rest"
+            layers[active if isinstance(active, str) else ", ".join(active), way] += 1
+    return [f"adapters {names}: {n} layers {way}" for (names, way), n in layers.items()]
 
 
 class LoraOperands(NamedTuple):

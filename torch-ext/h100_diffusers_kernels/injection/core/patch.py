@@ -14,7 +14,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
 from typing import Any, Callable, ClassVar, SupportsIndex
 
@@ -143,7 +143,7 @@ class Injection:
     def __init__(self, model_name: str, options: dict[str, Any], model: weakref.ref) -> None:
         self.options = options
         self.model = model
-        self.report = InjectionReport(model_name=model_name)
+        self.report = InjectionReport(model_name=model_name, model=model)
         self.is_over = False
         self.state = ThreadValue()
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -153,7 +153,7 @@ class Injection:
         copied = memo.get(id(self.model()))
         model = self.model if copied is None else weakref.ref(copied)
         duplicate = memo[id(self)] = Injection(self.report.model_name, self.options, model)
-        duplicate.report = self.report.fresh()
+        duplicate.report = replace(self.report.fresh(), model=model)
         duplicate.is_over = self.is_over
         duplicate.modules.update(memo[id(m)] for m in self.modules if id(m) in memo)
         return duplicate

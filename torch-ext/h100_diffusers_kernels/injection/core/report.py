@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .adapters import describe_adapters
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -96,7 +98,9 @@ class InjectionReport:
             at all" (``left_alone`` says why).
         calls: how each replaced module's calls have run (a property).
         cuda_graphs: how the calls of each model with graphs have run (a property).
+        adapters: how the active adapters of peft run now: a line for each way (a property).
         model_name: the model's name in the pipeline, in a report on one model.
+        model: a weak reference to the model, in a report on one model.
     """
 
     replaced: list[Replaced] = field(default_factory=list)
@@ -105,6 +109,7 @@ class InjectionReport:
     already_injected: bool = False
     levels: dict[str, str] = field(default_factory=dict)
     model_name: str = ""
+    model: Callable[[], Any] = field(default=lambda: None, repr=False, compare=False)
     counts: dict[str, Calls] = field(default_factory=dict, repr=False, compare=False)
     graph_calls: GraphCalls | None = field(default=None, repr=False, compare=False)
     logged: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)
@@ -130,6 +135,15 @@ class InjectionReport:
             for part in (self, *self.parts)
             if (calls := part.graph_calls) is not None
         ]
+
+    @property
+    def adapters(self) -> list[str]:
+        found = []
+        for part in (self, *self.parts):
+            model = part.model()
+            lines = [] if model is None else describe_adapters(model)
+            found += [f"{part.model_name}: {line}" if part.model_name else line for line in lines]
+        return found
 
     @property
     def num_replaced(self) -> int:
@@ -184,6 +198,7 @@ class InjectionReport:
         if self.quantized:
             lines.append(f"{len(self.quantized)} linear layers quantized to FP8")
         lines += _entries("replaced", self.replaced) + _entries("left alone", self.left_alone)
+        lines += self.adapters
         calls = self.calls
         on_kernels = sum(c.on_kernels for c in calls)
         fell_back = _totals((c.module, c.fell_back) for c in calls)

@@ -30,6 +30,7 @@ from ...operations.conditions import (
     tracks_derivatives,
 )
 from ..attention.processors import STANDARD_ATTENTION, run_bare_attention
+from ..core.adapters import without_adapters_at_rest
 from ..core.checks import KnownClass, is_stock, replaced_function, why_not_stock
 from ..core.forward_state import Family, forward_with_state, model_spec, run_with_state
 from ..core.patch import Call, ExactSpec, bare_stand_in
@@ -101,6 +102,7 @@ def _project_time(self: Any, call: Call, project: Any, temb: Tensor) -> Tensor:
 
 def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """A convolution of x, and its bias (C,) if it has not been added."""
+    conv = without_adapters_at_rest(conv)
     weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
     if (
         bias is not None
