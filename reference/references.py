@@ -307,12 +307,24 @@ def _nearest_e4m3(x):
     return ((x / spacing).round() * spacing).clamp(-448, 448)
 
 
-def linear_fp8(x, x_scale, weight, weight_scale, bias=None, *, dtype=torch.bfloat16):
+def _with_low_rank(product, bias, low, up):
+    product = product if low is None else product + low.double() @ up.double().T
+    return product if bias is None else product + bias.double()
+
+
+def linear_lora(x, weight, low=None, up=None, bias=None, *, approximate=None):
+    out = _with_low_rank(x.double() @ weight.double().T, bias, low, up)
+    return out if approximate is None else torch.nn.functional.gelu(out, approximate=approximate)
+
+
+def linear_fp8(
+    x, x_scale, weight, weight_scale, bias=None, *, low=None, up=None, dtype=torch.bfloat16
+):
     x_scale, weight_scale = _double(x_scale, weight_scale)
     if x_scale.shape[-1] > 1:
         x_scale = x_scale.repeat_interleave(128, -1)[..., : x.shape[-1]]
-    out = (x.double() * x_scale) @ (weight.double() * weight_scale).T
-    return out if bias is None else out + bias.double()
+    product = (x.double() * x_scale) @ (weight.double() * weight_scale).T
+    return _with_low_rank(product, bias, low, up)
 
 
 def split_heads(heads, *tensors):

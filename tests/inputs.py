@@ -318,6 +318,8 @@ WITH_FP8_RESULT = [
 WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
 FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8")
 FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, *WITH_FP8_RESULT)
+# All that have no derivatives and are not in the table.
+PLAIN_OPERATIONS = (*FP8_OPERATIONS, "linears_lora")
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -359,6 +361,7 @@ FP8_CALLS = [
         if f"{name}_fp8" in WITH_FP8_RESULT
     ),
 ]
+PLAIN_CALLS = [*FP8_CALLS, "linears_lora"]
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
     name + how
@@ -386,7 +389,7 @@ def operation_of(call):
     """The public name of a form of calls."""
     if call.startswith("qk_norm"):
         return "qk_norm_rope"
-    return max((name for name in (*TABLE, *FP8_OPERATIONS) if call.startswith(name)), key=len)
+    return max((name for name in (*TABLE, *PLAIN_OPERATIONS) if call.startswith(name)), key=len)
 
 
 def parameters_of(name):
@@ -406,7 +409,8 @@ def optional_tensors(name, by_keyword=False):
 
 
 def widest_dtype(name):
-    return torch.bfloat16 if name.startswith(("attention", *FP8_PRODUCTS)) else torch.float32
+    of_16_bits = ("attention", "linears_lora", *FP8_PRODUCTS)
+    return torch.bfloat16 if name.startswith(of_16_bits) else torch.float32
 
 
 def narrowed(dtype, name):
@@ -444,9 +448,9 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         return kernel.quantize_fp8, {"x": tensor(*shape, layout=layout), "block_size": block_size}
     if operation_of(name) in FP8_PRODUCTS:
         blocks = math.ceil(hidden / block_size) if block_size else 1
-        arguments = fp8_operands(shape, 40, blocks, dtype=dtype, device=device)
+        arguments = fp8_operands(shape, 40, blocks, 24, dtype=dtype, device=device)
         if operation_of(name) == "linears_fp8":
-            arguments = several_weights(arguments, (40, 7, 64))
+            arguments = several_weights(arguments, (40, 7, 64), (24, None, 8))
         if operation_of(name) == "linear_gelu_fp8":
             arguments["approximate"] = "tanh"
             del arguments["dtype"]
@@ -455,6 +459,10 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             residual = tensor(batch, seq, 40, layout=layout)
             arguments = {"residual": residual, **arguments, "gate": tensor(batch, 1, 40)}
         return getattr(kernel, operation_of(name)), arguments
+    if name == "linears_lora":
+        sizes = (40, 7, 64), (24, None, 8)
+        arguments = lora_operands(shape, *sizes, dtype=dtype, device=device)
+        return kernel.linears_lora, {**arguments, "approximate": "tanh"}
     if operation_of(name) in WITH_FP8_RESULT:
         quantized = operation_of(name)
         how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
@@ -532,7 +540,36 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     return getattr(kernel, name), arguments
 
 
-def fp8_operands(shape, out_features, blocks=1, *, dtype, device):
+def low_rank(rows, out_features, rank, *, dtype, device):
+    """low and up, or Nones. Of small integers, so that their product is exact."""
+    if rank is None:
+        return None, None
+
+    def integers(*size):
+        return torch.randint(-3, 4, size, device=device).to(dtype)
+
+    return integers(*rows, rank), integers(out_features, rank)
+
+
+def lora_operands(shape, out_features, ranks, *, dtype, device):
+    """Arguments of linears_lora."""
+    terms = [
+        low_rank(shape[:-1], size, rank, dtype=dtype, device=device)
+        for size, rank in zip(out_features, ranks, strict=True)
+    ]
+    lows, ups = zip(*terms, strict=True)
+    return {
+        "x": normal(*shape, dtype=dtype, device=device),
+        "weights": tuple(
+            normal(size, shape[-1], dtype=dtype, device=device) for size in out_features
+        ),
+        "lows": lows,
+        "ups": ups,
+        "biases": tuple(normal(size, dtype=dtype, device=device) for size in out_features),
+    }
+
+
+def fp8_operands(shape, out_features, blocks=1, rank=None, *, dtype, device):
     """Arguments of linear_fp8."""
 
     def fp8(*size):
@@ -543,26 +580,34 @@ def fp8_operands(shape, out_features, blocks=1, *, dtype, device):
     def scale(*size):
         return (torch.rand(size, device=device) + 0.5) / 100
 
+    low, up = low_rank(shape[:-1], out_features, rank, dtype=dtype, device=device)
     return {
         "x": fp8(*shape),
         "x_scale": scale(*shape[:-1], blocks),
         "weight": fp8(out_features, shape[-1]),
         "weight_scale": scale(out_features, 1),
         "bias": normal(out_features, dtype=dtype, device=device),
+        "low": low,
+        "up": up,
         "dtype": dtype,
     }
 
 
-def several_weights(arguments, out_features):
+def several_weights(arguments, out_features, ranks=(None, None, None)):
     """Arguments of linears_fp8, for those of linear_fp8."""
     x, dtype = arguments["x"], arguments["dtype"]
-    of_each = [fp8_operands(x.shape, size, dtype=dtype, device=x.device) for size in out_features]
+    of_each = [
+        fp8_operands(x.shape, size, rank=rank, dtype=dtype, device=x.device)
+        for size, rank in zip(out_features, ranks[: len(out_features)], strict=True)
+    ]
     return {
         "x": x,
         "x_scale": arguments["x_scale"],
         "weights": tuple(each["weight"] for each in of_each),
         "weight_scales": tuple(each["weight_scale"] for each in of_each),
         "biases": tuple(each["bias"] for each in of_each),
+        "lows": tuple(each["low"] for each in of_each),
+        "ups": tuple(each["up"] for each in of_each),
         "dtype": dtype,
     }
 
@@ -664,12 +709,12 @@ def written_by(arguments):
 
 # All calls; None for those that return new tensors.
 ALL_CALLS = [*((name, None) for name in CALLS), *WRITING]
-ALL_AND_FP8_CALLS = [
+EVERY_CALL = [
     *ALL_CALLS,
-    *((name, None) for name in FP8_CALLS),
-    *((name, False) for name in FP8_WITH_OUT),
+    *((name, None) for name in PLAIN_CALLS),
+    *((name, False) for name in (*FP8_WITH_OUT, "linears_lora")),
 ]
-every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), ALL_AND_FP8_CALLS)
+every_kind_of_call = pytest.mark.parametrize(("name", "in_place"), EVERY_CALL)
 
 
 def any_call(kernel, name, in_place, *, values=True, **options):

@@ -27,13 +27,13 @@ from checks import (
     tensors_of,
 )
 from inputs import (
-    ALL_AND_FP8_CALLS,
     ALL_CALLS,
     CALLS,
     DTYPES,
-    FP8_CALLS,
-    FP8_OPERATIONS,
+    EVERY_CALL,
     OPERATIONS,
+    PLAIN_CALLS,
+    PLAIN_OPERATIONS,
     QK_OPERATIONS,
     ROPE_OPERATIONS,
     ROW_OPERATIONS,
@@ -57,7 +57,7 @@ from inputs import (
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-every_call = pytest.mark.parametrize("name", [*CALLS, *FP8_CALLS])
+every_call = pytest.mark.parametrize("name", [*CALLS, *PLAIN_CALLS])
 every_memory = pytest.mark.parametrize("layout", ["contiguous", "chunk"])
 SMALL = {"shape": (2, 5, 64), "heads": 2}
 
@@ -112,7 +112,7 @@ def check_operator(kernel, device, call, layout, dtype, has_optional, *checks):
 
 
 OPCHECKED = {
-    "call": ALL_AND_FP8_CALLS,
+    "call": EVERY_CALL,
     "layout": ["contiguous", "chunk", "transposed"],
     "dtype": [torch.float32, torch.bfloat16],
 }
@@ -134,7 +134,7 @@ def test_opcheck_of_aot_dispatch(kernel, device, call, layout, dtype, has_option
 
 def test_every_registered_operator_is_tested(kernel):
     options = {"dtype": torch.bfloat16, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    calls = [any_call(kernel, *call, **options) for call in ALL_AND_FP8_CALLS]
+    calls = [any_call(kernel, *call, **options) for call in EVERY_CALL]
     called = {op for call in calls for op, _ in operators_called(kernel, *call)}
     assert called == set(registered(kernel).values())
 
@@ -143,7 +143,7 @@ def test_every_public_operation_is_in_the_table(kernel):
     public = {name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))}
     of_models = {"inject_kernels", "eject_kernels"}
     of_models |= {"context_parallel_plan", "register_attention_backend"}
-    assert public - of_models == {*TABLE, *FP8_OPERATIONS}
+    assert public - of_models == {*TABLE, *PLAIN_OPERATIONS}
 
 
 class MallocStatistics(ctypes.Structure):
@@ -168,7 +168,7 @@ def to_double(tensor):
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-@pytest.mark.parametrize("name", [*OPERATIONS, *FP8_OPERATIONS])
+@pytest.mark.parametrize("name", [*OPERATIONS, *PLAIN_OPERATIONS])
 @pytest.mark.parametrize("is_refused", [False, True], ids=["returns", "raises"])
 def test_calls_keep_no_memory(kernel, device, name, is_refused):
     """A call frees all arguments that the dispatcher passes: tensors, optional ones and strings."""
@@ -355,7 +355,7 @@ def test_meta_key_of_another_shape(kernel):
     assert [out.shape for out in outs] == [q.shape, k.shape]
 
 
-@pairwise(call=ALL_AND_FP8_CALLS, mode=["real", "fake", "symbolic"])
+@pairwise(call=EVERY_CALL, mode=["real", "fake", "symbolic"])
 def test_make_fx(kernel, device, call, mode):
     name, in_place = call
     options = {"dtype": widest_dtype(name), "device": device, **SMALL}
@@ -375,7 +375,7 @@ def test_make_fx(kernel, device, call, mode):
 # Rows that several multiprocessors share.
 OF_LONG_ROWS = ["layer_norm_modulate", "gated_residual_rms_norm_modulate", "rms_norm", "softmax"]
 LONG_ROWS = (2, 16, 65536)
-SIZES = [(name, (2, 64, 2048)) for name in (*CALLS, *FP8_CALLS)]
+SIZES = [(name, (2, 64, 2048)) for name in (*CALLS, *PLAIN_CALLS)]
 SIZES += [(name, LONG_ROWS) for name in OF_LONG_ROWS]
 
 
@@ -391,7 +391,7 @@ def test_two_runs_give_the_same_bits(kernel, device, size, dtype):
         del noise
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, *FP8_CALLS])
+@pytest.mark.parametrize("name", [*OPERATIONS, *PLAIN_CALLS])
 def test_number_of_threads_does_not_matter(kernel, device, name):
     if device != "cpu":
         pytest.skip("CPU threads")
@@ -442,7 +442,7 @@ def test_runs_on_the_current_stream(kernel, device, name, in_place):
 @pytest.mark.parametrize(
     ("name", "in_place", "size"),
     [
-        *((*call, {}) for call in ALL_AND_FP8_CALLS),
+        *((*call, {}) for call in EVERY_CALL),
         *((name, None, {"shape": LONG_ROWS}) for name in OF_LONG_ROWS),
     ],
 )

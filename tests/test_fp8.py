@@ -23,10 +23,10 @@ from checks import (
 from conftest import load_kernel
 from inputs import (
     DTYPES,
-    FP8_CALLS,
-    FP8_OPERATIONS,
     FP8_PRODUCTS,
     LAYOUTS,
+    PLAIN_CALLS,
+    PLAIN_OPERATIONS,
     every_16_bit_dtype,
     every_dtype,
     every_second,
@@ -208,6 +208,7 @@ WEIGHT_SCALES = {
     "(1,)": lambda scale: scale[0],
     "(1,1)": lambda scale: scale[:1],
 }
+RANKS = [None, 8, 16, 24, 32, 64, 72, 128]
 BIASES = {"none": lambda b: None, "T": lambda b: b, "float32": lambda b: b.float() * 1.001}
 PRODUCTS = {
     "rows": [(), 1, 2, 63, 64, 65, 130, (2, 3, 5)],
@@ -218,11 +219,19 @@ PRODUCTS = {
 
 
 def linear_arguments(
-    rows, out_features, in_features, is_blocked, dtype, device, weight_scale="rows", bias="T"
+    rows,
+    out_features,
+    in_features,
+    is_blocked,
+    dtype,
+    device,
+    weight_scale="rows",
+    bias="T",
+    rank=None,
 ):
     shape = (*((rows,) if isinstance(rows, int) else rows), in_features)
     blocks = math.ceil(in_features / 128) if is_blocked else 1
-    arguments = fp8_operands(shape, out_features, blocks, dtype=dtype, device=device)
+    arguments = fp8_operands(shape, out_features, blocks, rank, dtype=dtype, device=device)
     arguments["weight_scale"] = WEIGHT_SCALES[weight_scale](arguments["weight_scale"])
     arguments["bias"] = BIASES[bias](arguments["bias"])
     return arguments
@@ -233,12 +242,13 @@ def linear_arguments(
     out_features=[1, 7, 8, 64, 65, 130, 256],
     dtype=[torch.bfloat16, torch.float16],
     bias=BIASES,
+    rank=RANKS,
 )
 def test_products(
-    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias
+    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias, rank
 ):
     size = rows, out_features, in_features, is_blocked
-    check_linear(kernel, linear_arguments(*size, dtype, device, weight_scale, bias))
+    check_linear(kernel, linear_arguments(*size, dtype, device, weight_scale, bias, rank))
 
 
 def one_term_of_each_block(rows, out_features, blocks, device):
@@ -324,9 +334,9 @@ def tensor_arguments(name):
     return [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
 
 
-OF_TENSORS = [(name, argument) for name in FP8_OPERATIONS for argument in tensor_arguments(name)]
+OF_TENSORS = [(name, argument) for name in PLAIN_OPERATIONS for argument in tensor_arguments(name)]
 # The same of one operation for each operator.
-OPERATORS = {"quantize_fp8", *FP8_PRODUCTS, "rms_norm_fp8", "geglu_fp8"}
+OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "rms_norm_fp8", "geglu_fp8"}
 OPERATORS.add("gated_residual_layer_norm_modulate_fp8")
 
 
@@ -357,7 +367,7 @@ def test_no_derivatives_when_traced(kernel, device, name, argument):
     assert compiled_outcome(function, arguments) == outcome(function, arguments)
 
 
-@pytest.mark.parametrize("name", FP8_CALLS)
+@pytest.mark.parametrize("name", PLAIN_CALLS)
 def test_no_transforms(kernel, device, name):
     function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
     first = next(iter(arguments))
@@ -373,7 +383,7 @@ def test_no_transforms(kernel, device, name):
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True])
-@pytest.mark.parametrize("name", FP8_CALLS)
+@pytest.mark.parametrize("name", PLAIN_CALLS)
 def test_compile(kernel, device, name, is_dynamic):
     torch._dynamo.reset()
     function, _ = sample(kernel, name, dtype=torch.bfloat16, device=device)
@@ -396,12 +406,27 @@ def value(constant):
     return lambda _: constant
 
 
+def of_row_distance(elements):
+    """The tensor as columns of a wider one."""
+
+    def change(tensor):
+        wide = tensor.new_zeros(*tensor.shape[:-1], elements)
+        return wide[..., : tensor.shape[-1]].copy_(tensor)
+
+    return change
+
+
 CONTIGUOUS = "be contiguous, got shape {} with strides {}"
 UNALIGNED = "be aligned to 16 bytes, got an address that is 1 byte past a multiple of them"
 MULTIPLE = "have a last dimension that is a positive multiple of 16, got"
 STRIDE = "have stride 1 in its last dimension, got stride 2"
 FLOATS = "be float32, float16 or bfloat16, got"
 OF_RESULT = "be float32 or have the dtype of the result (bfloat16), got"
+LOW_OF_RESULT = "have the dtype of the result (bfloat16), got"
+MULTIPLE_OF_8 = "have a last dimension that is a positive multiple of 8, got"
+ONE_DISTANCE = (
+    "have rows at one distance, a multiple of 8 elements, got shape (2, 16, 24) with strides"
+)
 X_SCALE = "have shape (2, 16, 1) or (2, 16, 2), got"
 BROADCAST = "broadcast against residual of shape (2, 16, 40)"
 WEIGHT_SCALE = "have shape (40, 1) or one element, got"
@@ -466,6 +491,27 @@ MISTAKES = {
         (of_shape(1, 40), "have shape (40,), got (1, 40)"),
         (every_second, STRIDE),
     ],
+    (LINEAR, "low"): [
+        (value([1.0]), "be a tensor or None, got list"),
+        (to(torch.float16), f"{LOW_OF_RESULT} float16"),
+        (to(torch.float32), f"{LOW_OF_RESULT} float32"),
+        (of_shape(2, 15, 24), "have shape (2, 16, R), got (2, 15, 24)"),
+        (of_shape(16, 24), "have shape (2, 16, R), got (16, 24)"),
+        (of_shape(2, 16, 12), f"{MULTIPLE_OF_8} 12"),
+        (of_shape(2, 16, 0), f"{MULTIPLE_OF_8} 0"),
+        (every_second, STRIDE),
+        (lambda t: t[:, :1].expand_as(t), f"{ONE_DISTANCE} (384, 0, 1)"),
+        (of_row_distance(28), f"{ONE_DISTANCE} (448, 28, 1)"),
+        (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), f"{ONE_DISTANCE} (24, 48, 1)"),
+        (LAYOUTS["misaligned"], UNALIGNED.replace("1 byte", "2 bytes")),
+    ],
+    (LINEAR, "up"): [
+        (to(torch.float16), "have the dtype of low (bfloat16), got float16"),
+        (of_shape(40, 16), "have shape (40, 24), got (40, 16)"),
+        (of_shape(24, 40), "have shape (40, 24), got (24, 40)"),
+        (of_row_distance(32), CONTIGUOUS.format((40, 24), (32, 1))),
+        (LAYOUTS["misaligned"], UNALIGNED.replace("1 byte", "2 bytes")),
+    ],
     (LINEAR, "dtype"): [
         (value(torch.float32), "be bfloat16 or float16, got float32"),
         (value(FP8), "be bfloat16 or float16, got float8_e4m3fn"),
@@ -480,6 +526,9 @@ MISTAKES = {
     (GELU, "bias"): [
         (torch.Tensor.int, f"{FLOATS} int32"),
         (lambda b: b[:39], "have shape (40,), got (39,)"),
+    ],
+    (GELU, "low"): [
+        (torch.Tensor.float, "be float16 or bfloat16, got float32"),
     ],
     (GELU, "approximate"): [
         (value("erf"), "be 'none' or 'tanh', got 'erf'"),
@@ -511,6 +560,15 @@ MISTAKES = {
     ],
     ("linears_fp8", "biases[1]"): [(value(2.0), "be a tensor or None, got 2.0")],
     ("linears_fp8", "biases[2]"): [(lambda b: b[:3], "have shape (64,), got (3,)")],
+    ("linears_fp8", "lows"): [
+        (lambda t: t[0], "be a tuple, a list or None, got Tensor"),
+        (lambda t: t[:2], "hold 3 tensors, got 2"),
+    ],
+    ("linears_fp8", "lows[0]"): [
+        (value(2.0), "be a tensor or None, got 2.0"),
+        (torch.Tensor.half, f"{LOW_OF_RESULT} float16"),
+    ],
+    ("linears_fp8", "ups[2]"): [(lambda t: t[:3], "have shape (64, 8), got (3, 8)")],
     ("linears_fp8", "dtype"): [(value(torch.float32), "be bfloat16 or float16, got float32")],
     (RESIDUAL, "residual"): [
         (value(None), "be a tensor, got None"),
@@ -519,6 +577,7 @@ MISTAKES = {
         (every_second, STRIDE),
     ],
     (RESIDUAL, "x"): [(torch.Tensor.half, "be float8_e4m3fn, got float16")],
+    (RESIDUAL, "low"): [(of_shape(2, 16, 4), f"{MULTIPLE_OF_8} 4")],
     (RESIDUAL, "gate"): [
         (value(1.0), "be a tensor or None, got 1.0"),
         (lambda g: g[..., :39], f"{BROADCAST} with a last dimension of 40, got (2, 1, 39)"),
@@ -568,7 +627,7 @@ def test_another_device(kernel, device, argument):
     assert outcome(function, arguments) == (ValueError, text)
 
 
-@pytest.mark.parametrize("name", FP8_CALLS)
+@pytest.mark.parametrize("name", PLAIN_CALLS)
 def test_tensors_without_their_memory(kernel, device, name):
     function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
     for argument, tensor in arguments.items():

@@ -31,6 +31,7 @@ from test_fp8 import (
     BIASES,
     FP8,
     PRODUCTS,
+    RANKS,
     REFUSED,
     WEIGHT_SCALES,
     check_linear,
@@ -104,13 +105,28 @@ def check_gelu(kernel, arguments):
     out_features=[1, 7, 16, 100, 127, 128, 129, 136, 256, 300],
     bias=GELU_BIASES,
     approximate=APPROXIMATIONS,
+    rank=RANKS,
+    is_float16=[False, True],
 )
 def test_gelu(
-    kernel, device, rows, out_features, in_features, is_blocked, weight_scale, bias, approximate
+    kernel,
+    device,
+    rows,
+    out_features,
+    in_features,
+    is_blocked,
+    weight_scale,
+    bias,
+    approximate,
+    rank,
+    is_float16,
 ):
     size = rows, out_features, in_features, is_blocked
-    options = {"weight_scale": weight_scale, "bias": bias, "approximate": approximate}
-    check_gelu(kernel, gelu_arguments(*size, **options, device=device))
+    options = {"weight_scale": weight_scale, "bias": bias, "approximate": approximate, "rank": rank}
+    arguments = gelu_arguments(*size, **options, device=device)
+    if rank is not None and is_float16:
+        arguments |= {"low": arguments["low"].half(), "up": arguments["up"].half()}
+    check_gelu(kernel, arguments)
 
 
 @every_approximation
@@ -182,8 +198,9 @@ def test_gelu_of_many_tiles(kernel, device, approximate):
 @pytest.mark.parametrize("out_features", [136, 1301])
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_smoke_of_gelu(kernel, device, approximate, out_features, is_blocked):
+    options = {"approximate": approximate, "rank": 72 if is_blocked else 16}
     size = (130, out_features, 400, is_blocked)
-    check_gelu(kernel, gelu_arguments(*size, approximate=approximate, device=device))
+    check_gelu(kernel, gelu_arguments(*size, **options, device=device))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,10 +214,11 @@ def check_linears(kernel, arguments):
     memory.assert_unchanged()
     assert isinstance(results, tuple) and len(results) == len(arguments["weights"])
     shared = {key: arguments[key] for key in ("x", "x_scale", "dtype")}
-    biases = arguments["biases"] or [None] * len(results)
-    layers = zip(arguments["weights"], arguments["weight_scales"], biases, strict=True)
-    for out, (weight, scale, bias) in zip(results, layers, strict=True):
-        one = {**shared, "weight": weight, "weight_scale": scale, "bias": bias}
+    optional = [arguments[key] or [None] * len(results) for key in ("biases", "lows", "ups")]
+    layers = zip(arguments["weights"], arguments["weight_scales"], *optional, strict=True)
+    for out, layer in zip(results, layers, strict=True):
+        names = ("weight", "weight_scale", "bias", "low", "up")
+        one = {**shared, **dict(zip(names, layer, strict=True))}
         expected = check_linear(kernel, one) if out.numel() > 0 else kernel.linear_fp8(**one)
         assert out.is_contiguous() and (out.dtype, out.shape) == (expected.dtype, expected.shape)
         if out.is_cpu:
@@ -220,12 +238,13 @@ def check_linears(kernel, arguments):
     dtype=[torch.bfloat16, torch.float16],
     weight_scale=WEIGHT_SCALES,
     bias=BIASES,
+    ranks=[(None, None, None), (8, 64, 24), (None, 16, 128), (72, None, None)],
 )
 def test_linears(
-    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias
+    kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias, ranks
 ):
     one = linear_arguments(rows, 8, in_features, is_blocked, dtype, device)
-    arguments = several_weights(one, out_features)
+    arguments = several_weights(one, out_features, ranks)
     if 0 not in out_features:
         scales = map_tensors(WEIGHT_SCALES[weight_scale], arguments["weight_scales"])
         arguments["weight_scales"] = scales
@@ -251,18 +270,18 @@ def test_linears_of_lists(kernel, device):
 def test_linears_of_many_tiles(kernel, device, is_blocked):
     rows = rows_of_many_tiles(2305, device)
     one = linear_arguments(rows, 8, 272, is_blocked, torch.bfloat16, device)
-    check_linears(kernel, several_weights(one, (1301, 1032, 3000)))
+    check_linears(kernel, several_weights(one, (1301, 1032, 3000), (24, None, 128)))
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_smoke_of_linears(kernel, device, is_blocked):
     one = linear_arguments(130, 8, 400, is_blocked, torch.bfloat16, device)
-    check_linears(kernel, several_weights(one, (136, 1301, 8)))
+    check_linears(kernel, several_weights(one, (136, 1301, 8), (None, 72, 16)))
 
 
-@pytest.mark.parametrize("argument", ["weights", "weight_scales", "biases"])
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("argument", ["weights", "weight_scales", "biases", "lows", "ups"])
+@pytest.mark.parametrize("index", [0, 2])
 def test_no_derivatives_of_linears(kernel, device, argument, index):
     function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
     tensors = list(arguments[argument])
@@ -337,25 +356,27 @@ def residual_arguments(
     layout=LAYOUTS,
     bias=BIASES,
     dtype=[torch.bfloat16, torch.float16],
+    rank=RANKS,
 )
 def test_residual(
-    kernel, device, shape, in_features, is_blocked, gate, wide_gate, layout, bias, dtype
+    kernel, device, shape, in_features, is_blocked, gate, wide_gate, layout, bias, dtype, rank
 ):
-    options = {"layout": layout, "bias": bias, "wide_gate": wide_gate}
+    options = {"layout": layout, "bias": bias, "wide_gate": wide_gate, "rank": rank}
     check_residual(
         kernel, residual_arguments(shape, in_features, is_blocked, gate, dtype, device, **options)
     )
 
 
 # For tiles of 128 and of 192 columns.
-@pytest.mark.parametrize("gate", ["B_1_N", "B_S_N"])
+@pytest.mark.parametrize(("gate", "rank"), [("B_1_N", None), ("B_1_N", 72), ("B_S_N", 16)])
 @pytest.mark.parametrize("size", [(2305, 4104, 1040), (2561, 3200, 272)], ids=str)
-def test_residual_of_many_tiles(kernel, device, gate, size):
+def test_residual_of_many_tiles(kernel, device, gate, rank, size):
     rows, out_features, in_features = size
     shape = 1, rows_of_many_tiles(rows, device), out_features
-    check_residual(
-        kernel, residual_arguments(shape, in_features, False, gate, torch.bfloat16, device)
+    arguments = residual_arguments(
+        shape, in_features, False, gate, torch.bfloat16, device, rank=rank
     )
+    check_residual(kernel, arguments)
 
 
 @pytest.mark.sanitize
@@ -364,7 +385,7 @@ def test_leading_dimensions_that_cannot_be_merged(kernel, device):
     for rows in [(4, 3, 2), (3, 3, 3), (2, 3, 4), (2, 5, 3, 2)]:
         shape = *rows, 136
         for layout in ("contiguous", "transposed"):
-            options = {"dtype": torch.bfloat16, "device": device, "layout": layout}
+            options = {"dtype": torch.bfloat16, "device": device, "layout": layout, "rank": 24}
             arguments = residual_arguments(shape, 400, True, "none", **options)
             check_residual(kernel, arguments)
             gate = normal(rows[0], 1, *shape[2:], dtype=torch.bfloat16, device=device)
@@ -382,6 +403,49 @@ def test_leading_dimensions_that_cannot_be_merged(kernel, device):
 def test_smoke_of_residual(kernel, device, gate, out_features, is_blocked):
     shape = 1, 130, out_features
     check_residual(kernel, residual_arguments(shape, 400, is_blocked, gate, torch.bfloat16, device))
+
+
+# --------------------------------------------------------------------------------------------------
+# Low-rank terms
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_low_rank_terms_of_columns_of_a_wider_tensor(kernel, device, is_blocked):
+    """What lies beside the columns is not read, nor are rows beyond the last."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    wide = torch.full((2, 70, 64), math.nan, **options)
+    for offset, rank in ((0, 8), (8, 24), (16, 48)):
+        one = residual_arguments((2, 70, 200), 272, is_blocked, "B_1_N", rank=rank, **options)
+        given = {**one, "low": wide[..., offset : offset + rank].copy_(one["low"])}
+        function = kernel.linear_gated_residual_fp8
+        check_residual(kernel, given)
+        assert_same_bits(function(**given), function(**one))
+        one = {key: value for key, value in one.items() if key not in ("residual", "gate")}
+        given = {**one, "low": given["low"]}
+        for function in (kernel.linear_fp8, kernel.linear_gelu_fp8):
+            assert_same_bits(function(**given), function(**one))
+        wide.fill_(math.nan)
+
+
+@pytest.mark.parametrize("name", ["linear_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"])
+def test_half_of_a_low_rank_term(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    text = "low and up must be given together, got only"
+    for missing, given in (("low", "up"), ("up", "low")):
+        refused = outcome(function, {**arguments, missing: None})
+        assert refused == (ValueError, f"{name}: {text} {given}")
+    function, arguments = sample(kernel, "linears_fp8", dtype=torch.bfloat16, device=device)
+    text = "linears_fp8: lows[0] and ups[0] must be given together, got only ups[0]"
+    assert outcome(function, {**arguments, "lows": None}) == (ValueError, text)
+
+
+def test_low_of_another_dtype_than_the_residual(kernel, device):
+    options = {"dtype": torch.bfloat16, "device": device}
+    function, arguments = sample(kernel, "linear_gated_residual_fp8", **options)
+    arguments |= {key: arguments[key].half() for key in ("low", "up")}
+    text = "low must have the dtype of residual (bfloat16), got float16"
+    assert outcome(function, arguments) == (ValueError, f"linear_gated_residual_fp8: {text}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    fp8 = {*FP8_OPERATIONS, *(f"{name}_fp8" for name in WITH_FP8_RESULT)}
-    assert operations - NOT_OPERATIONS - fp8 == set(CASES)
+    others = {"linears_lora", *FP8_OPERATIONS, *(f"{name}_fp8" for name in WITH_FP8_RESULT)}
+    assert operations - NOT_OPERATIONS - others == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -249,6 +249,14 @@ def test_other_fp8_products(kernel, device, approximate):
     two = kernel.linears_fp8(*x, [weight] * 2, [weight_scale] * 2, [bias, None])
     assert torch.equal(two[0], product) and not torch.equal(two[1], product)
 
+    low = torch.randn(BATCH, TOKENS, 16, device=device).bfloat16()
+    up = torch.randn(columns, 16, device=device).bfloat16()
+    out = kernel.linear_fp8(*one, low=low, up=up)
+    term = low.double() @ up.double().T
+    # The product and the sum were rounded to bfloat16.
+    slack = (product.abs() + term.abs()) / 64
+    assert ((out - (product + term)).abs() <= slack).all()
+
     residual = torch.randn(BATCH, TOKENS, columns, device=device)
     gate = torch.randn(BATCH, 1, columns, device=device)
     out = kernel.linear_gated_residual_fp8(residual.bfloat16(), *one, gate=gate)
@@ -264,6 +272,27 @@ def test_other_fp8_products(kernel, device, approximate):
     steps = scales.double().repeat_interleave(128, -1)[..., :columns]
     slack = torch.maximum(expected.abs() / 16, steps * 2**-10) + product.double().abs() / 128
     assert ((values.double() * steps - expected).abs() <= 1.01 * slack).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("approximate", [None, "none", "tanh"])
+def test_lora(kernel, device, dtype, approximate):
+    def tensor(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    x = tensor(BATCH, TOKENS, HIDDEN)
+    sizes, ranks = (200, HIDDEN), (16, 72)
+    weights, biases = [tensor(size, HIDDEN) for size in sizes], [tensor(sizes[0]), None]
+    lows = tensor(BATCH, TOKENS, sum(ranks)).split(ranks, -1)
+    ups = [tensor(*shape) for shape in zip(sizes, ranks, strict=True)]
+    results = kernel.linears_lora(x, weights, lows, ups, biases, approximate=approximate)
+    for out, weight, low, up, bias in zip(results, weights, lows, ups, biases, strict=True):
+        bias = bias if bias is None else bias.double()
+        expected = F.linear(x.double(), weight.double(), bias) + low.double() @ up.double().T
+        if approximate is not None:
+            expected = F.gelu(expected, approximate=approximate)
+        half_ulp = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(out.double(), expected, rtol=half_ulp + 1e-5, atol=1e-4)
 
 
 def test_a_wrong_call_raises_one_sentence(kernel, device):

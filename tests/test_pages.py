@@ -23,7 +23,7 @@ import render_docs
 from builder.card import render_card
 from builder.package import read_toml
 from conftest import CHECKOUT, REPO_ID, VERSION
-from inputs import FP8_OPERATIONS, TABLE
+from inputs import PLAIN_OPERATIONS, TABLE
 from ltx_models import snapshot
 from processes import run
 
@@ -284,7 +284,7 @@ def test_functions_of_the_table_exist_with_their_arguments(kernel):
             parameters = inspect.signature(getattr(kernel, name)).parameters
             asked = {word.strip(" =") for word in arguments.split(",")} - {"..."}
             assert asked <= set(parameters), f"{name} takes no {asked - set(parameters)}"
-    assert told == {*TABLE, *FP8_OPERATIONS}
+    assert told == {*TABLE, *PLAIN_OPERATIONS}
 
 
 def test_models_of_the_table_are_those_injected_in_full(kernel):

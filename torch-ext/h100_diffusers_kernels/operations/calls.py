@@ -120,8 +120,9 @@ def out_tensors(operation: str, out: Any, names: str, size: int, condition: str 
 def layers_of(
     operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
 ) -> list[tuple]:
-    """The tensors of each layer, in the order of the sequences, which are given by name. Those of ``optional``
-    may be None or have Nones. The first sequence sets the number of layers, ``minimum`` to 3."""
+    """The tensors of each layer, in the order of the sequences, which are given by name. Those of
+    ``optional`` may be None or have Nones. The first sequence sets the number of layers, from ``minimum``
+    to 3."""
     first, leaders = next(iter(required.items()))
     for name, tensors in {**required, **optional}.items():
         if tensors is None and name in optional:
@@ -130,8 +131,8 @@ def layers_of(
             accepted = "a tuple or list" if name in required else "a tuple, a list or None"
             refuse_type(operation, name, accepted, tensors)
         if not minimum <= len(leaders) <= 3:
-            numbers_ = "2 or 3" if minimum == 2 else "1 to 3"
-            fail(operation, f"{first} must hold {numbers_} tensors, got {len(leaders)}")
+            accepted = "2 or 3" if minimum == 2 else "1 to 3"
+            fail(operation, f"{first} must hold {accepted} tensors, got {len(leaders)}")
         if len(tensors) != len(leaders):
             fail(operation, f"{name} must hold {len(leaders)} tensors, got {len(tensors)}")
         if name in required:
