@@ -29,6 +29,12 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return word;
 }
 
+__device__ __forceinline__ uint16_t load_shared_u16(uint32_t address) {
+  uint16_t half_word;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half_word) : "r"(address) : "memory");
+  return half_word;
+}
+
 __device__ __forceinline__ void store_shared(uint32_t address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
 }
@@ -85,11 +91,24 @@ struct TransactionBarrier {
   __device__ __forceinline__ Barrier barrier() const { return {shared_address(&state)}; }
 };
 
-// Returns the address of `pointer`'s location in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ uint32_t mapa(const void* pointer, int rank) {
+// Returns the address of a location in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared, int rank) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
+}
+__device__ __forceinline__ uint32_t mapa(const void* pointer, int rank) {
+  return mapa(shared_address(pointer), rank);
+}
+
+// Loads from the shared memory of a block of the cluster.
+__device__ __forceinline__ float4 load_cluster_float4(uint32_t address) {
+  float4 values;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
+               : "r"(address)
+               : "memory");
+  return values;
 }
 
 // Stores into another block's shared memory. The barrier there counts the bytes when they arrive.

@@ -276,4 +276,37 @@ H100_FP8_PRODUCT(128, 64, 64, 65, 66);
 H100_FP8_PRODUCT(192, 96, 96, 97, 98);
 #undef H100_FP8_PRODUCT
 
+// As Wgmma's a_from_registers, with the inner dimension of b along the 128-byte rows (imm-trans-b is 0) and
+// fewer columns.
+template <typename T, int kColumns>
+struct WgmmaAlongRows;
+
+#define H100_OUT_16(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8)
+#define H100_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define H100_REGISTERS_16 H100_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define H100_PRODUCT(T, type, columns, values, out, a0, a1, a2, a3, b_operand, flag)                        \
+  template <>                                                                                               \
+  struct WgmmaAlongRows<T, columns> {                                                                       \
+    __device__ __forceinline__ static void a_from_registers(float (&d)[values], const uint32_t (&a)[4],     \
+                                                            MatrixDescriptor b, bool accumulate) {          \
+      asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #flag                             \
+                   ", 0;\n"                                                                                 \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                    \
+                   " {" H100_REGISTERS_##values "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_operand \
+                                                ", accumulate, 1, 1, 0;\n}"                                 \
+                   : out                                                                                    \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()),                       \
+                     "r"(static_cast<int>(accumulate)));                                                    \
+    }                                                                                                       \
+  }
+#define H100_PRODUCTS(T, type)                                           \
+  H100_PRODUCT(T, type, 16, 8, H100_OUT_8(d, 0), 8, 9, 10, 11, 12, 13);  \
+  H100_PRODUCT(T, type, 32, 16, H100_OUT_16(d), 16, 17, 18, 19, 20, 21); \
+  H100_PRODUCT(T, type, 64, 32, H100_OUT_32(d), 32, 33, 34, 35, 36, 37); \
+  H100_PRODUCT(T, type, 128, 64, H100_OUT_64(d), 64, 65, 66, 67, 68, 69)
+H100_PRODUCTS(__nv_bfloat16, "bf16");
+H100_PRODUCTS(__half, "f16");
+#undef H100_PRODUCTS
+#undef H100_PRODUCT
+
 }  // namespace h100_diffusers_kernels

@@ -166,7 +166,8 @@ class LinearFp8Call {
     LoraDownFp8Params params{};
     params.dtype = check_down(down);
     params.alpha = static_cast<float>(alpha);
-    if (!std::isfinite(params.alpha)) fail(check_.operation(), "alpha must be finite in float32, got ", alpha);
+    if (!std::isfinite(params.alpha))
+      fail(check_.operation(), "alpha must be finite in float32, got ", alpha);
     params.rank = static_cast<int32_t>(down.size(0));
     Sizes shape = check_.shape();
     shape.back() = params.rank;
