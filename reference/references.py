@@ -327,6 +327,10 @@ def linear_fp8(
     return _with_low_rank(product, bias, low, up)
 
 
+def lora_down_fp8(x, x_scale, down, *, alpha=1.0):
+    return alpha * linear_fp8(x, x_scale, down, torch.ones((), device=x.device))
+
+
 def split_heads(heads, *tensors):
     """Tensors (B, S, H * d) as (B, S, H, d). `heads` is the first tensor's number of heads."""
     head_dim = tensors[0].shape[2] // heads

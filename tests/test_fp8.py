@@ -336,7 +336,7 @@ def tensor_arguments(name):
 
 OF_TENSORS = [(name, argument) for name in PLAIN_OPERATIONS for argument in tensor_arguments(name)]
 # The same of one operation for each operator.
-OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "rms_norm_fp8", "geglu_fp8"}
+OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "lora_down_fp8", "rms_norm_fp8", "geglu_fp8"}
 OPERATORS.add("gated_residual_layer_norm_modulate_fp8")
 
 
@@ -431,6 +431,8 @@ X_SCALE = "have shape (2, 16, 1) or (2, 16, 2), got"
 BROADCAST = "broadcast against residual of shape (2, 16, 40)"
 WEIGHT_SCALE = "have shape (40, 1) or one element, got"
 LINEAR, GELU, RESIDUAL = "linear_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"
+DOWN = "lora_down_fp8"
+RANK = "have a number of rows that is a multiple of 8 from 8 to 1024, got"
 # For a call and its argument, or an item of one: changes, and the sentences after "operation: argument must".
 MISTAKES = {
     ("quantize_fp8", "x"): [
@@ -570,6 +572,28 @@ MISTAKES = {
     ],
     ("linears_fp8", "ups[2]"): [(lambda t: t[:3], "have shape (64, 8), got (3, 8)")],
     ("linears_fp8", "dtype"): [(value(torch.float32), "be bfloat16 or float16, got float32")],
+    (DOWN, "x"): [
+        (torch.Tensor.half, "be float8_e4m3fn, got float16"),
+        (lambda x: x[..., :8].contiguous(), f"{MULTIPLE} 8"),
+    ],
+    (DOWN, "x_scale"): [(of_shape(16, 1), f"{X_SCALE} (16, 1)")],
+    (DOWN, "down"): [
+        (value(None), "be a tensor, got None"),
+        (torch.Tensor.float, "be float16 or bfloat16, got float32"),
+        (of_shape(24, 128), "have shape (R, 256), got (24, 128)"),
+        (of_shape(256), "have shape (R, 256), got (256,)"),
+        (of_shape(0, 256), f"{RANK} 0"),
+        (of_shape(20, 256), f"{RANK} 20"),
+        (of_shape(1032, 256), f"{RANK} 1032"),
+        (lambda d: d.T.contiguous().T, CONTIGUOUS.format((24, 256), (1, 24))),
+        (LAYOUTS["misaligned"], UNALIGNED.replace("1 byte", "2 bytes")),
+    ],
+    (DOWN, "alpha"): [
+        (value("2"), "be a number, got '2'"),
+        (value(None), "be a number, got None"),
+        (value(math.inf), "be finite in float32, got inf"),
+        (value(1e39), "be finite in float32, got 1e+39"),
+    ],
     (RESIDUAL, "residual"): [
         (value(None), "be a tensor, got None"),
         (torch.Tensor.float, "be float16 or bfloat16, got float32"),

@@ -16,7 +16,7 @@ GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 OF_MODELS = {"inject_kernels", "eject_kernels", "context_parallel_plan"}
 NOT_OPERATIONS = {*OF_MODELS, "register_attention_backend", "layers"}
 FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"}
-FP8_OPERATIONS = {"quantize_fp8", *FP8_PRODUCTS}  # with tests of their own
+FP8_OPERATIONS = {"quantize_fp8", "lora_down_fp8", *FP8_PRODUCTS}  # with tests of their own
 WITH_FP8_RESULT = ["rms_norm", "layer_norm", "rms_norm_modulate", "layer_norm_modulate"]
 WITH_FP8_RESULT += [f"gated_residual_{name}" for name in WITH_FP8_RESULT[2:]]
 WITH_FP8_RESULT += ["gelu", "geglu", "swiglu"]
@@ -263,6 +263,11 @@ def test_other_fp8_products(kernel, device, approximate):
     # The product and the residual were rounded to bfloat16.
     slack = (residual.abs() + (gate * product).abs()) / 128
     assert ((out - (residual + gate * product)).abs() <= slack).all()
+
+    down = torch.randn(16, features, device=device, dtype=torch.bfloat16)
+    out = kernel.lora_down_fp8(*x, down, alpha=0.5)
+    expected = 0.5 * (x[0].double() * x[1].double()) @ down.double().T
+    torch.testing.assert_close(out.double(), expected, rtol=1 / 256, atol=1e-3)
 
     values, scales = kernel.linear_gelu_fp8(*one, approximate=approximate)
     expected = F.gelu(product.double(), approximate=approximate)

@@ -3,8 +3,9 @@
 // A block has a tile of 64 or 128 rows and 16 to 128 columns, and a part of the inner dimension. One thread
 // loads 128 values a row of x, and as many of down, into a ring of stages. Each warp group converts 64 rows
 // of x to 16 bits, which is exact, in the registers of its products. Those of a stage share a scale of x. If
-// there are few tiles, the blocks of a cluster split the inner dimension of one; each adds the sums of all in
-// a fixed order for some of the rows, so that results have the same bits each time.
+// there are few tiles, the blocks of a cluster split the inner dimension of one, and with tiles of 64 rows
+// the warp groups take stages in turn. Their sums are added in a fixed order, so that results have the same
+// bits each time.
 #include <type_traits>
 
 #include "launch.cuh"
@@ -21,33 +22,39 @@ constexpr int kDownBoxes = kDepth / kBoxColumns;
 constexpr int kSteps = kDepth / kWgmmaDepth;  // products of a stage
 static_assert(kDepth == kFp8BlockSize);
 
-// A tile and its shared memory. In the end its sums are where the stages were.
-template <int kGroups_, int kColumns_>
+// A tile and its shared memory. kDepthGroups warp groups take stages in turn for the same rows. In the end
+// their sums are where the stages were.
+template <int kRowGroups_, int kDepthGroups_, int kColumns_>
 struct DownTile {
-  static constexpr int kGroups = kGroups_, kColumns = kColumns_, kRows = kGroups * kWarpGroupRows;
-  static constexpr int kComputingThreads = kGroups * kWarpGroupThreads, kThreads = kComputingThreads + 32;
-  // Two blocks overlap their ends, but 128 columns need too many registers.
-  static constexpr int kBlocksPerMultiprocessor = kColumns == 128 ? 1 : 2;
+  static constexpr int kRowGroups = kRowGroups_, kDepthGroups = kDepthGroups_, kColumns = kColumns_;
+  static constexpr int kRows = kRowGroups * kWarpGroupRows;
+  static constexpr int kWarps = kRowGroups * kDepthGroups * kWarpGroupWarps, kThreads = (kWarps + 1) * 32;
+  // Two blocks overlap their ends. 128 columns need too many registers, and few rows make too few blocks.
+  static constexpr int kBlocksPerMultiprocessor = kColumns == 128 || kDepthGroups > 1 ? 1 : 2;
   // Products for which x is converted at once. A whole stage of them would spill beside many sums.
   static constexpr int kStepsAtOnce = kColumns < 64 ? kSteps : kSteps / 2;
   static constexpr uint32_t kXBytes = kRows * kBoxRowBytes, kDownBoxBytes = kColumns * kBoxRowBytes;
   static constexpr uint32_t kStageBytes = kXBytes + kDownBoxes * kDownBoxBytes;
-  static constexpr uint32_t kBarrierBytes = 256;
-  static constexpr int kStages = static_cast<int>(
-      (kMaxSharedBytes / kBlocksPerMultiprocessor - kSwizzleBytes - kBarrierBytes) / kStageBytes);
+  static constexpr uint32_t kBarrierBytes = 512;
+  // A stage belongs to one warp group: a parity cannot tell a full stage from one that another group has yet
+  // to read.
+  static constexpr int kStages =
+      static_cast<int>((kMaxSharedBytes / kBlocksPerMultiprocessor - kSwizzleBytes - kBarrierBytes) /
+                       (kDepthGroups * kStageBytes)) *
+      kDepthGroups;
   static constexpr int64_t kBytes = kSwizzleBytes + kStages * kStageBytes + kBarrierBytes;
   using StageRing = Ring<kStages>;
   static_assert(StageRing::kBytes <= kBarrierBytes);
   static constexpr int kSumsStride = kColumns + 8;  // without bank conflicts
-  static_assert(kRows * kSumsStride * sizeof(float) <= kStages * kStageBytes);
+  static_assert(kDepthGroups * kRows * kSumsStride * sizeof(float) <= kStages * kStageBytes);
 
   uint32_t base = shared_tiles();
 
   __device__ __forceinline__ uint32_t x(int stage) const { return base + stage * kStageBytes; }
   __device__ __forceinline__ uint32_t down(int stage) const { return x(stage) + kXBytes; }
   __device__ __forceinline__ StageRing ring() const { return {base + kStages * kStageBytes}; }
-  __device__ __forceinline__ uint32_t sums(int row, int column) const {
-    return base + (row * kSumsStride + column) * static_cast<int>(sizeof(float));
+  __device__ __forceinline__ uint32_t sums(int depth_group, int row, int column) const {
+    return base + ((depth_group * kRows + row) * kSumsStride + column) * static_cast<int>(sizeof(float));
   }
 };
 
@@ -56,7 +63,7 @@ struct DownParams {
   LoraDownFp8Params args;
   int splits;  // of the inner dimension: the blocks of a cluster
   int column_tiles, depth_tiles;
-  int64_t scales_per_row, scales_per_block;  // strides of x_scale
+  int scales_per_row, scales_per_block;  // strides of x_scale
 };
 
 // The part of the product that a block computes.
@@ -109,31 +116,28 @@ __device__ __forceinline__ void load_fragment(uint32_t piece, uint32_t (&a)[4]) 
     a[i] = convert_fp8_pair<T>(load_shared_u16(piece + i % 2 * 8 * kBoxRowBytes + i / 2 * (kWgmmaDepth / 2)));
 }
 
-// Adds the scaled products of the block's stages to the sums of a thread, in the layout of wgmma's d.
+// Adds the scaled products of a warp group's stages to the sums of a thread, in the layout of wgmma's d.
 template <typename T, class Tile>
 __device__ __forceinline__ void multiply_stages(const DownParams& params, const Tile& tile,
-                                                const DownPart& part, int row,
+                                                const DownPart& part, int depth_group, int row,
                                                 float (&sums)[Tile::kColumns / 2]) {
   const int lane = threadIdx.x % 32;
-  const float* scales[2];
-  float next[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int64_t tensor_row = min(int64_t{part.row} + row + 8 * i, params.args.rows - 1);
-    scales[i] = params.args.x_scale + tensor_row * params.scales_per_row;
-  }
-  const auto fetch = [&](int k) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) next[i] = __ldg(scales[i] + k * params.scales_per_block);
-  };
+  // The scales of the thread's two rows.
+  const int64_t last_row = params.args.rows - 1;
+  const int64_t first_row = min(int64_t{part.row} + row, last_row);
+  const int second = static_cast<int>(min(int64_t{part.row} + row + 8, last_row) - first_row);
+  const float* scales = params.args.x_scale + first_row * params.scales_per_row +
+                        (part.first_depth + depth_group) * params.scales_per_block;
   // Two values in a swizzled row; row % 8 is lane / 4.
   const uint32_t first = row * kBoxRowBytes + lane / 4 * 16 + 2 * (lane % 4);
 
   const auto ring = tile.ring();
   RingState<typename Tile::StageRing> state;
+  state.advance(depth_group);
 #pragma unroll 1
-  for (int k = part.first_depth; k < part.end_depth; ++k) {
-    fetch(k);
+  for (int k = part.first_depth + depth_group; k < part.end_depth; k += Tile::kDepthGroups) {
+    const float scale[2] = {__ldg(scales), __ldg(scales + second * params.scales_per_row)};
+    scales += Tile::kDepthGroups * params.scales_per_block;
     float products[Tile::kColumns / 2];
     state.wait_full(ring);
     const uint32_t x = tile.x(state.stage) + first;
@@ -157,13 +161,13 @@ __device__ __forceinline__ void multiply_stages(const DownParams& params, const 
     }
     compiler_fence(products);
     if (lane == 0) ring.empty(state.stage).arrive();
-    state.advance();
+    state.advance(Tile::kDepthGroups);
 #pragma unroll
-    for (int i = 0; i < Tile::kColumns / 2; ++i) sums[i] = fmaf(next[i / 2 % 2], products[i], sums[i]);
+    for (int i = 0; i < Tile::kColumns / 2; ++i) sums[i] = fmaf(scale[i / 2 % 2], products[i], sums[i]);
   }
 }
 
-// Adds the sums of all blocks of the cluster for a part of the rows, and stores their 16-bit values.
+// Adds the sums of all groups and blocks of the cluster for a part of the rows, and stores 16-bit values.
 template <typename T, class Tile>
 __device__ __forceinline__ void store_sums(const DownParams& params, const Tile& tile, const DownPart& part) {
   constexpr int kPack = kPackSize<T, Access::kVector>, kPacks = Tile::kColumns / kPack;
@@ -172,15 +176,19 @@ __device__ __forceinline__ void store_sums(const DownParams& params, const Tile&
     const int row = i / kPacks, column = i % kPacks * kPack;
     if (part.row + row >= params.args.rows || part.column + column >= params.args.rank) continue;
     float values[kPack] = {};
+#pragma unroll 1
     for (int rank = 0; rank < params.splits; ++rank) {
-      const uint32_t sums = mapa(tile.sums(row, column), rank);
 #pragma unroll
-      for (int j = 0; j < kPack; j += 4) {
-        const float4 four = load_cluster_float4(sums + j * sizeof(float));
-        values[j] += four.x;
-        values[j + 1] += four.y;
-        values[j + 2] += four.z;
-        values[j + 3] += four.w;
+      for (int group = 0; group < Tile::kDepthGroups; ++group) {
+        const uint32_t sums = mapa(tile.sums(group, row, column), rank);
+#pragma unroll
+        for (int j = 0; j < kPack; j += 4) {
+          const float4 four = load_cluster_float4(sums + j * sizeof(float));
+          values[j] += four.x;
+          values[j + 1] += four.y;
+          values[j + 2] += four.z;
+          values[j + 3] += four.w;
+        }
       }
     }
 #pragma unroll
@@ -198,23 +206,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
   const DownPart part(params, Tile::kRows, Tile::kColumns);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    tile.ring().init(1, Tile::kGroups * kWarpGroupWarps);
+    tile.ring().init(1, Tile::kRowGroups * kWarpGroupWarps);
     fence_mbarrier_init();
   }
   __syncthreads();
   griddepcontrol_wait();
-  if (warp == Tile::kGroups * kWarpGroupWarps) {
+  if (warp == Tile::kWarps) {
     if (lane == 0) load_stages(params, tile, part);
     __syncwarp();
     __syncthreads();
   } else {
-    const int row = warp * 16 + lane / 4;
+    constexpr int kRowWarps = Tile::kRowGroups * kWarpGroupWarps;
+    const int depth_group = warp / kRowWarps, row = warp % kRowWarps * 16 + lane / 4;
     float sums[Tile::kColumns / 2] = {};
-    multiply_stages<T>(params, tile, part, row, sums);
+    multiply_stages<T>(params, tile, part, depth_group, row, sums);
     __syncthreads();  // all stages have been read
 #pragma unroll
     for (int i = 0; i < Tile::kColumns / 2; i += 2)
-      store_shared(tile.sums(row + i / 2 % 2 * 8, i / 4 * 8 + 2 * (lane % 4)),
+      store_shared(tile.sums(depth_group, row + i / 2 % 2 * 8, i / 4 * 8 + 2 * (lane % 4)),
                    make_float2(sums[i], sums[i + 1]));
   }
   sync_cluster();
@@ -287,8 +296,8 @@ void launch_columns(const LoraDownFp8Params& args, Stream stream) {
   const int64_t tiles =
       ceil_divide(args.rows, 2 * kWarpGroupRows) * ceil_divide(args.rank, int64_t{kColumns});
   if (tiles * kMaxSplits < multiprocessor_count(kOperation, stream.device))
-    return launch_tiles<T, DownTile<1, kColumns>>(args, stream);
-  launch_tiles<T, DownTile<2, kColumns>>(args, stream);
+    return launch_tiles<T, DownTile<1, kColumns == 128 ? 2 : 4, kColumns>>(args, stream);
+  launch_tiles<T, DownTile<2, 1, kColumns>>(args, stream);
 }
 
 }  // namespace
