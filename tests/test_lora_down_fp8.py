@@ -7,14 +7,14 @@ import torch
 
 import references
 from checks import MemorySnapshot, assert_rounded_once, map_tensors, poison_memory, tensors_of
-from inputs import every_16_bit_dtype, lora_operands, pairwise
+from inputs import every_16_bit_dtype, lora_down_operands, pairwise
 from test_fp8 import FP8
 
 
 def down_arguments(rows, rank, in_features, is_blocked, dtype, device, alpha=0.7):
     shape = (*((rows,) if isinstance(rows, int) else rows), in_features)
     blocks = math.ceil(in_features / 128) if is_blocked else 1
-    arguments = lora_operands(shape, rank, blocks, dtype=dtype, device=device)
+    arguments = lora_down_operands(shape, rank, blocks, dtype=dtype, device=device)
     return {**arguments, "alpha": alpha}
 
 
