@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "launch.cuh"
-#include "linear_fp8.cuh"
+#include "product.cuh"
 #include "pack.cuh"
 #include "warp_group.cuh"
 
