@@ -1,6 +1,6 @@
 // linear_gated_residual_fp8: a residual plus a gate times the product of FP8 rows and an FP8 weight. TMA
-// copies the tile of the residual to shared memory while the tile is multiplied. Without a low-rank term a
-// gate that all rows share is a factor of the columns' scales and biases.
+// copies the tile of the residual to shared memory while the tile is multiplied. A gate that all rows share
+// is a factor of the columns' scales and biases, if there is no low-rank term.
 #include "product.cuh"
 
 namespace h100_diffusers_kernels {
@@ -18,16 +18,17 @@ struct GatedResidualOutput {
                                 : to_float(static_cast<const T*>(args.gate)[offset]);
   }
 
-  __device__ __forceinline__ static bool is_gate_a_factor(const LinearParams& args) {
-    return args.gate != nullptr && args.gate_stride == 0 && args.layers[0].rank == 0;
+  // Whether all rows share a gate.
+  __device__ __forceinline__ static bool has_shared_gate(const LinearParams& args) {
+    return args.gate != nullptr && args.gate_stride == 0;
   }
 
-  // Multiplies by a gate that is no factor of the columns.
+  // Multiplies by a gate of which each row has its own.
   template <int kValues>
   __device__ __forceinline__ static void finish(const ProductParams& params, const WarpRole& role,
                                                 const ProductPosition& position, float (&values)[kValues]) {
     const LinearParams& args = params.args;
-    if (args.gate == nullptr || is_gate_a_factor(args)) return;
+    if (args.gate == nullptr || args.gate_stride == 0) return;
     const int first = position.column + 2 * (role.lane % 4);
     const int columns = static_cast<int>(args.layers[0].out_features);
 #pragma unroll

@@ -175,8 +175,45 @@ class Product {
     release(previous);
   }
 
-  // Adds the low-rank term to scaled sums.
-  __device__ __forceinline__ void add_low_rank(const ProductTile& tile, float (&sums)[kValues]) {
+  // Adds the low-rank term to scaled sums, and multiplies by a gate that all rows share, by way of the memory
+  // of the columns' scales and biases.
+  __device__ __forceinline__ void add_low_rank(const ProductTile& tile, uint32_t gates,
+                                               float (&sums)[kValues]) {
+    if constexpr (Output::kHasResidual) {
+      if (Output::has_shared_gate(params_.args)) {
+        role_.sync_group();  // all threads have read the scales and biases
+        store_gates(tile, gates);
+        add_low_stages(tile, sums);
+        role_.sync_group();
+        multiply_by_gates(gates, sums);
+        return;
+      }
+    }
+    add_low_stages(tile, sums);
+  }
+
+  __device__ __forceinline__ void store_gates(const ProductTile& tile, uint32_t gates) const {
+#pragma unroll
+    for (int i = 0; i < kThreadColumns; ++i) {
+      const int offset = i * kWarpGroupThreads + role_.thread, column = tile.column + offset;
+      if (offset < kColumns && column < params_.args.layers[0].out_features)
+        store_shared(gates + offset * sizeof(float2), float2{Output::load_gate(params_.args, column), 0.0f});
+    }
+  }
+
+  __device__ __forceinline__ void multiply_by_gates(uint32_t gates, float (&sums)[kValues]) const {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float4 pair = load_shared_float4(gates + (8 * j + 2 * (role_.lane % 4)) * sizeof(float2));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sums[4 * j + 2 * i] *= pair.x;
+        sums[4 * j + 2 * i + 1] *= pair.z;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_low_stages(const ProductTile& tile, float (&sums)[kValues]) {
 #pragma unroll 1
     for (int k = 0; k < params_.low_tiles[tile.layer]; ++k) {
       const int columns = static_cast<int>(params_.args.layers[tile.layer].rank) - k * kBoxColumns;
@@ -228,7 +265,7 @@ class Product {
       factors[i].x = kIs16Bit ? 1.0f : __ldg(layer.scale + (layer.has_one_scale ? 0 : column));
       factors[i].y = load_bias(layer, column);
       if constexpr (Output::kHasResidual) {
-        if (!Output::is_gate_a_factor(params_.args)) continue;
+        if (!Output::has_shared_gate(params_.args) || layer.rank > 0) continue;
         const float gate = Output::load_gate(params_.args, column);
         factors[i].x *= gate;
         factors[i].y *= gate;
@@ -271,7 +308,7 @@ class Product {
         values[1] = fmaf(values[1], row_scale * pair.z, pair.w);
       }
     }
-    add_low_rank(tile, sums);
+    if (params_.low_tiles[tile.layer] > 0) add_low_rank(tile, columns, sums);
     Output::finish(params_, role_, ProductPosition{first_row, tile.column}, sums);
     if (!params_.is_out_mapped[tile.layer]) {
       store_unmapped(tile, first_row, rows, sums);
