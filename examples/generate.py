@@ -124,8 +124,26 @@ def check_options(model: Model, options: dict, device: str) -> None:
             raise click.UsageError(f"--{option} needs {package} from pip.")
     if "precision" in given and options["dtype"] == "float32":
         raise click.UsageError("--precision needs --dtype bfloat16 or float16.")
-    if options["lora"] is not None:
-        check_lora(model, name, options["lora"])
+    for lora in options["lora"]:
+        check_lora(model, name, lora[0])
+
+
+class Lora(click.ParamType):
+    """A file, a folder or a Hub id, and a scale after a colon, by default 1."""
+
+    name = "file[:scale]"
+
+    def convert(self, value, param, ctx) -> tuple[str, float]:
+        if isinstance(value, tuple):
+            return value
+        source, colon, scale = value.rpartition(":")
+        try:
+            scale = float(scale)
+        except ValueError:  # part of a path, such as a drive
+            source, colon = "", ""
+        if colon and not math.isfinite(scale):
+            self.fail(f"{value!r} has a scale that is not finite.", param, ctx)
+        return (source, scale) if colon else (value, 1.0)
 
 
 def check_lora(model: Model, name: str, lora: str) -> None:
@@ -202,7 +220,16 @@ def write(frames: np.ndarray, output: Path, fps: int) -> None:
     click.echo(f"Wrote {click.format_filename(output)}")
 
 
-def load_lora(pipe, lora: str, name: str) -> None:
+def load_loras(pipe, loras: tuple[tuple[str, float], ...], name: str) -> None:
+    """Load LoRAs with their scales."""
+    adapters = [f"lora_{i}" for i in range(len(loras))]
+    for adapter, (lora, _) in zip(adapters, loras, strict=True):
+        load_lora(pipe, lora, name, adapter)
+    if adapters:
+        pipe.set_adapters(adapters, [scale for _, scale in loras])
+
+
+def load_lora(pipe, lora: str, name: str, adapter: str) -> None:
     """Load a LoRA and say where it runs; raise click.ClickException, one sentence, if it does not fit."""
     errors = (*HUB_ERRORS, LookupError, RuntimeError, ValueError)
     with one_sentence(f"--lora {lora} could not be loaded into {name}", *errors):
@@ -210,10 +237,13 @@ def load_lora(pipe, lora: str, name: str) -> None:
         logging.getLogger("diffusers.loaders.peft").addFilter(
             lambda record: record.levelno < logging.ERROR
         )
-        pipe.load_lora_weights(lora)
+        pipe.load_lora_weights(lora, adapter_name=adapter)
         layers = {
-            part: sum("lora_A" in module._modules for module in getattr(pipe, part).modules())
+            part: sum(
+                adapter in getattr(module, "lora_A", ()) for module in getattr(pipe, part).modules()
+            )
             for part, adapters in pipe.get_list_adapters().items()
+            if adapter in adapters
         }
         if not layers:
             raise ValueError("it has no layer of that model")
@@ -247,8 +277,7 @@ def build_pipeline(model: Model, options: dict, device: str, prompts: list[str |
     elif small or random_weights:
         reason = f": {small}" if small else ""
         click.echo(f"Running {name} with random weights, and the result is noise{reason}.")
-    if options["lora"] is not None:
-        load_lora(pipe, options["lora"], name)
+    load_loras(pipe, options["lora"], name)
     changes = {name: options[name] for name in SIZE}
     changes["negative_prompt"] = options["negative_prompt"]
     if model.guidance is not None:
@@ -347,7 +376,12 @@ def run_side(
     type=click.Choice(["fp8", "fp8-fast"]),
     help="Linear layers of the transformer's blocks in FP8; fp8-fast: more of them.",
 )
-@click.option("--lora", help="A LoRA to load: a file, a folder or a Hub id.")
+@click.option(
+    "--lora",
+    type=Lora(),
+    multiple=True,
+    help="A LoRA to load: a file, a folder or a Hub id, and its scale; may be given several times.",
+)
 @click.option("--compile", is_flag=True, help="torch.compile the transformer's blocks.")
 @click.option("--cuda-graphs", is_flag=True, help="Replay forwards from CUDA graphs.")
 @click.option(

@@ -6,11 +6,22 @@ import torch
 from torch import nn
 
 
-def add_lora(family, model, name="default", seed=1, rank=2):
+def linear_layers(family, model):
+    """The names of all linear layers of the blocks, below adapters or not."""
+    return [
+        f"{path}.{name}"
+        for path in family.block_lists
+        for name, module in model.get_submodule(path).named_modules()
+        if (type(module) is nn.Linear and "base_layer" not in name and "lora_" not in name)
+        or hasattr(module, "base_layer")
+    ]
+
+
+def add_lora(family, model, name="default", seed=1, rank=2, targets=None):
     from peft import LoraConfig
 
     torch.manual_seed(seed)
-    how = {"init_lora_weights": False, "target_modules": family.lora_targets}
+    how = {"init_lora_weights": False, "target_modules": targets or family.lora_targets}
     model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, **how), adapter_name=name)
 
 

@@ -270,9 +270,22 @@ def wrap_forward(module):
 
 
 def change_lora(model, action, name):
-    """Scale, disable, enable, delete, fuse or unfuse an adapter."""
+    """Scale, disable, enable, delete, fuse or unfuse an adapter, activate all, or write to their weights."""
+
+    def write():
+        for each, parameter in model.named_parameters():
+            if "lora_B" in each:
+                parameter.data.mul_(0.75)  # which changes no version
+
+    def activate_all():
+        names = list(model.peft_config)
+        model.set_adapters(names, weights=[0.3 + 0.2 * i for i in range(len(names))])
+
     {
         "scale": lambda: model.set_adapters(name, weights=0.5),
+        "zero": lambda: model.set_adapters(name, weights=0.0),
+        "all": activate_all,
+        "write": write,
         "disable": model.disable_adapters,
         "enable": model.enable_adapters,
         "delete": lambda: model.delete_adapters(name),

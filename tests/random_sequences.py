@@ -7,7 +7,9 @@ after each forward. If the plain model raises, the tested one must raise the sam
 - With `--graphs`, both are injected, and the tested one runs on CUDA graphs (emulated on a CPU). Results are
   bitwise equal.
 
-With `--fp8`, models are 16-bit, and actions quantize their linear layers to FP8. Both kinds have it.
+With `--fp8`, models are 16-bit, and actions quantize their linear layers to FP8. With `--lora`, adapters are
+there from the beginning, on all linear layers of the blocks, and change between the steps; half of the
+sequences compute 16-bit ones by the package's products on a CPU, too. Both kinds have these.
 
 A seed determines a sequence::
 
@@ -515,6 +517,8 @@ class Twins:
         graphs: whether CUDA graphs are tested instead of the kernels.
         fp8: whether actions quantize linear layers to FP8. Layers that do not run on the kernels compute as
             torchao does, by PyTorch on any device, and the float32 model has the same weights in float32.
+        lora: "default" for sequences of adapters, or "products" if 16-bit ones run on the package's products
+            for any number of rows and on any device; "" otherwise.
         dtype: "float32", "bfloat16" or "float16".
         seed: the weights' seed.
         config: the model's configuration.
@@ -525,7 +529,16 @@ class Twins:
     """
 
     def __init__(
-        self, family, *, graphs=False, fp8=False, dtype="float32", device="cpu", seed=0, **config
+        self,
+        family,
+        *,
+        graphs=False,
+        fp8=False,
+        lora="",
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        **config,
     ):
         self._exit = contextlib.ExitStack()
         if gc.isenabled():
@@ -536,6 +549,7 @@ class Twins:
         self.family = MODELS[family]
         self.graphs = graphs
         self.fp8 = fp8
+        self.lora = lora
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         is_rounded = self.dtype != torch.float32
@@ -583,12 +597,14 @@ class Twins:
         return next(iter(self.family.options))
 
     @staticmethod
-    def draw_model(rng, family, device, graphs, fp8):
+    def draw_model(rng, family, device, graphs, fp8, lora):
         """The arguments of a Twins."""
         dtype = rng.choices(["float32", "bfloat16", "float16"], [0 if fp8 else 6, 3, 1])[0]
         model = {"family": family, "dtype": dtype, "device": device, "seed": rng.randrange(3)}
         if fp8:
             model["fp8"] = True
+        if lora:
+            model["lora"] = rng.choice(["default", "products"])
         if graphs:
             model.update(graphs=True, **(MODELS[family].one_block if rng.random() < 0.6 else {}))
         elif rng.random() < 0.3:
@@ -604,8 +620,13 @@ class Twins:
         first = 0 if self.graphs else rng.randrange(4)
         if self.fp8 and rng.random() < 0.8:
             yield Step("quantize_fp8", {**ACTIONS["quantize_fp8"].draw(rng, self), "module": ""})
+        for _ in range(rng.randint(1, 2) if self.lora else 0):
+            arguments = {"rank": rng.choice([1, 4, 8, 24]), "everywhere": rng.random() < 0.7}
+            yield Step("add_lora", {"seed": rng.randrange(100), **arguments})
         for i in range(count):
             yield self._draw_step(rng, "inject" if i == first else None)
+            if self.lora and ACTIONS["change_lora"].allowed(self) and rng.random() < 0.5:
+                yield self._draw_step(rng, "change_lora")
             if self.graphs and i == first:  # a graph, which later steps may make stale
                 yield Step("forward", {**draw_usual_call(rng, self), "times": 3})
             elif rng.random() < (0.7 if self.graphs else 0.5):
@@ -630,6 +651,10 @@ class Twins:
         restore(setattr, registry, "_active_backend", registry._active_backend)
         if self.fp8:
             self._exit.enter_context(fp8_models.eager_products())
+        if self.lora == "products":
+            rows = module_of(self.kernel, "parts.lora").MIN_ROWS
+            restore(rows.update, dict(rows))
+            rows.update(cpu=1, cuda=1)
         if self.graphs:
             package = module_of(self.kernel, "graphs.cuda_graphs")
             use_emulated_graphs(self.kernel, Interrupt)
@@ -1116,18 +1141,23 @@ class Twins:
     # Adapters, caches
 
     @action(
-        *(2, 2, lambda twins: has_original_weights(twins) and len(twins.adapters) < 2),
+        *(2, 2, lambda t: (has_original_weights(t) or t.lora) and len(t.adapters) < 2),
         seed=number(100),
     )
-    def add_lora(self, *, seed=1):
+    def add_lora(self, *, seed=1, rank=2, everywhere=False):
         name = f"adapter{seed}"
         if name not in self.adapters:
-            self.apply(lambda model: adapters.add_lora(self.family, model, name, seed))
+
+            def add(model):
+                layers = adapters.linear_layers(self.family, model) if everywhere else None
+                adapters.add_lora(self.family, model, name, seed, rank, layers)
+
+            self.apply(add)
             self.adapters.append(name)
 
     @action(
         *(2, 2, lambda twins: twins.adapters and is_resident(twins)),
-        action=["scale", "disable", "enable", "delete", "fuse", "unfuse"],
+        action=["scale", "zero", "all", "write", "disable", "enable", "delete", "fuse", "unfuse"],
     )
     def change_lora(self, *, action):
         self.apply(lambda model: changes.change_lora(model, action, self.adapters[-1]))
@@ -1317,10 +1347,10 @@ class Result:
         return f"seed {self.seed}: {self.failure}\n\n{self.sequence.code()}"
 
 
-def random_sequence(family, seed, device="cpu", graphs=False, fp8=False):
+def random_sequence(family, seed, device="cpu", graphs=False, fp8=False, lora=False):
     """Draw and apply a sequence. Returns a Result."""
     rng = random.Random(f"{family}-{seed}")
-    sequence = Sequence(Twins.draw_model(rng, family, device, graphs, fp8), [])
+    sequence = Sequence(Twins.draw_model(rng, family, device, graphs, fp8, lora), [])
     return execute(seed, sequence, lambda twins: twins.draw_steps(rng))
 
 
@@ -1366,14 +1396,15 @@ def run_task(arguments):
 @click.option("--family", default="all", type=click.Choice(["all", *MODELS]))
 @click.option("--graphs", is_flag=True, help="Compare models with CUDA graphs and without.")
 @click.option("--fp8", is_flag=True, help="Quantize linear layers to FP8.")
+@click.option("--lora", is_flag=True, help="Adapters from the beginning.")
 @click.option("--device", default="cpu")
 @click.option("--first-seed", default=0)
 @click.option("--sequences", default=100, help="Number of sequences per family.")
 @click.option("--processes", default=1)
-def main(family, graphs, fp8, device, first_seed, sequences, processes):
+def main(family, graphs, fp8, lora, device, first_seed, sequences, processes):
     families = list(MODELS) if family == "all" else [family]
     seeds = range(first_seed, first_seed + sequences)
-    tasks = [(name, seed, device, graphs, fp8) for seed in seeds for name in families]
+    tasks = [(name, seed, device, graphs, fp8, lora) for seed in seeds for name in families]
     totals = collections.Counter(failures=0)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, prepare_process) as pool:

@@ -374,13 +374,20 @@ def test_lora_changes_the_image(run, tmp_path):
     pipe.transformer.add_adapter(LoraConfig(r=4, target_modules=names, init_lora_weights=False))
     pipe.save_lora_weights(tmp_path / "lora", get_peft_model_state_dict(pipe.transformer))
     images = {}
-    for given in ([], ["--lora", "lora"], ["--lora", "lora/pytorch_lora_weights.safetensors"]):
+    loras = ["lora"], ["lora/pytorch_lora_weights.safetensors"], ["lora:0"], ["lora:2", "lora:-1"]
+    for given in ([], *([arg for lora in each for arg in ("--lora", lora)] for each in loras)):
         output = succeeds(run("--model", "sd3", *SMALL, "--dtype", "float32", *given))
         images[tuple(given)] = pixels(tmp_path / "outputs" / "sd3.png")
         assert ("runs on 4 layers of the transformer." in output) == bool(given)
         assert "transformer: in full" in output
-    without, of_folder, of_file = images.values()
+    without, of_folder, of_file, of_zero, of_two = images.values()
     assert np.array_equal(of_folder, of_file) and not np.array_equal(of_folder, without)
+    assert np.array_equal(of_zero, without)
+    assert (
+        np.abs(of_two.astype(int) - of_folder).max()
+        <= 1
+        < np.abs(of_two.astype(int) - without).max()
+    )
 
 
 def test_precision_quantizes_the_layers_below_a_lora(run, monkeypatch, kernel):

@@ -336,7 +336,14 @@ def tensor_arguments(name):
 
 OF_TENSORS = [(name, argument) for name in PLAIN_OPERATIONS for argument in tensor_arguments(name)]
 # The same of one operation for each operator.
-OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "lora_down_fp8", "rms_norm_fp8", "geglu_fp8"}
+OPERATORS = {
+    "quantize_fp8",
+    "linears_lora",
+    *FP8_PRODUCTS,
+    "lora_down_fp8",
+    "rms_norm_fp8",
+    "geglu_fp8",
+}
 OPERATORS.add("gated_residual_layer_norm_modulate_fp8")
 
 

@@ -50,7 +50,10 @@ GROUPS = (
     ("Wan 14B feed-forward in", 32760, (13824,), 5120, True),
     ("Wan 14B feed-forward out", 32760, (5120,), 13824, False),
 )
-TINY_GROUPS = (("query, key, value", 33, (64,) * 3, 48, False), ("feed-forward", 40, (144,), 32, True))
+TINY_GROUPS = (
+    ("query, key, value", 33, (64,) * 3, 48, False),
+    ("feed-forward", 40, (144,), 32, True),
+)
 RANKS = (16, 64)
 
 

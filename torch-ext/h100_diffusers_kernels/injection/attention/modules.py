@@ -34,7 +34,6 @@ from ..parallel.exchange import attend_in_parallel, wire_empty
 from ..parts.linears import (
     QUERY_KEY_VALUE,
     TEXT_QUERY_KEY_VALUE,
-    LoraProduct,
     can_write_linear,
     can_write_rows,
     features_of,
@@ -42,10 +41,9 @@ from ..parts.linears import (
     linear,
     linear_per_sample,
     linears,
-    lora_products,
-    lora_results,
     write_linear,
 )
+from ..parts.lora import LaterProduct, later_result, lora_products, lora_results
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
 from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
@@ -615,7 +613,7 @@ _IP_ADAPTER_ARGUMENTS = {"ip_hidden_states", "ip_adapter_masks"}
 class Projections:
     """Query, key and value of one token stream, each (B, S, H * d); the names of the query and key norms; and
     the rotary embedding of both in the model's form, or None. A value that is not computed yet is a pair of
-    its layer and the layer's input, or a ``LoraProduct``."""
+    its layer and the layer's input, or a ``LaterProduct``."""
 
     __slots__ = ("key", "norms", "query", "rope", "value")
 
@@ -660,31 +658,33 @@ def project(
                 query, key = linears(x, *layers[:2])
                 value = value_layer, x
             else:
-                (query, key), value = lora_results(products[:2]), products[2]
+                query, key = lora_results(x, products[:2])
+                value = LaterProduct(x, products[2])
             streams.append(Projections(query, key, value, norms, rope))
     return streams
 
 
 def _value_of(value: Any) -> Any:
     """The value of ``Projections``, computed."""
-    if type(value) is LoraProduct:
-        return lora_results([value])[0]
+    if type(value) is LaterProduct:
+        return later_result(value)
     return linear(*value) if isinstance(value, tuple) else value
 
 
 def _can_write_value(value: Any, size: int) -> bool:
     """Whether ``_write_value`` takes the value of ``Projections``, of this many features."""
-    if type(value) is LoraProduct:
-        return value.weight.shape[0] == size and can_write_rows(value.x)
+    if type(value) is LaterProduct:
+        return value.product[0].shape[0] == size and can_write_rows(value.x)
     is_layer = isinstance(value, tuple) and can_write_linear(*value)
     return is_layer and features_of(value[0]) == size
 
 
 def _write_value(value: Any, out: Tensor) -> None:
-    if type(value) is LoraProduct:
-        lora_results([value], out=(out,))
+    if type(value) is LaterProduct:
+        later_result(value, out)
     else:
-        write_linear(*value, out)
+        layer, x = value
+        write_linear(layer, x, out)
 
 
 def _joint_query_key_value(
@@ -711,7 +711,7 @@ def _joint_query_key_value(
         rotations.append((operand, options))
     for stream in streams:
         value, is_sent = stream.value, config is not None
-        may_wait = not is_sent or (first.shape[0] == 1 and type(value) is not LoraProduct)
+        may_wait = not is_sent or (first.shape[0] == 1 and type(value) is not LaterProduct)
         if not (may_wait and _can_write_value(value, first.shape[2])):
             value = stream.value = _value_of(value)
             if value.shape != stream.query.shape or not same_dtype_and_unit_stride(

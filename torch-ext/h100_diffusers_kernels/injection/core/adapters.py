@@ -13,12 +13,13 @@ and other variants, dropout in training, weights of another dtype, layers that a
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ... import operations
 from ...operations.conditions import (
     PLAIN_TYPES,
     an,
@@ -31,8 +32,8 @@ from .checks import KnownClass, class_name, is_stock, runs_class_forward
 
 _LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
+_MAX_DOWNS = 12  # of ``lora_down``
 _RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
-_NO_WEIGHTS: dict[str, Any] = {}
 _UNMERGES = "has merged weights that this call takes off again"
 
 
@@ -55,6 +56,7 @@ def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
     code than PyTorch's linear layer and plain LoRA."""
     found: list[tuple[Any, tuple[Lora, ...]]] = []
     linears: list[Any] = []
+    is_traced = torch.compiler.is_dynamo_compiling()
     for layer in layers:
         if type(layer) is _LINEAR.cls:
             found.append((layer, ()))
@@ -62,7 +64,7 @@ def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
             continue
         if layer is None or "base_layer" not in layer._modules:
             return None
-        terms = _read(layer, linears)
+        terms = _read(layer, linears, is_traced)
         if type(terms) is not tuple:
             return None
         base = layer._modules["base_layer"]
@@ -75,7 +77,8 @@ def without_adapters_at_rest(layer: Any) -> Any:
     """The layer, or the one below its adapters if these are at rest."""
     if type(layer) is _LINEAR.cls or layer is None or "base_layer" not in layer._modules:
         return layer
-    return layer._modules["base_layer"] if _read(layer, []) == () else layer
+    terms = _read(layer, [], torch.compiler.is_dynamo_compiling())
+    return layer._modules["base_layer"] if terms == () else layer
 
 
 def below_adapters(layer: Any) -> Any:
@@ -85,7 +88,7 @@ def below_adapters(layer: Any) -> Any:
     return layer
 
 
-def _read(layer: Any, linears: list[Any]) -> tuple[Lora, ...] | str:
+def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora, ...] | str:
     """The terms of a wrapper of peft, none of which is 0, or why peft has to compute its result, as a clause.
     Adds the terms' linear layers to ``linears``, to be checked."""
     cls, state = type(layer), layer.__dict__
@@ -114,29 +117,33 @@ def _read(layer: Any, linears: list[Any]) -> tuple[Lora, ...] | str:
         return () if is_at_rest else f"is {an(class_name(layer))}"
     modules, terms = layer._modules, []
     downs, ups = modules["lora_A"]._modules, modules["lora_B"]._modules
-    names = [name for name in names if name in downs]
-    if names and torch.compiler.is_dynamo_compiling():
-        return "is traced"  # torch.compile fuses peft's code, and would specialize on the scales
     for name in names:
+        if name not in downs:
+            continue
+        if is_traced:  # torch.compile fuses peft's code, and would specialize on the scales
+            return "is traced"
         scale = state["scaling"][name]
-        is_number = type(scale) in (float, int)
-        if is_number and scale == 0:
+        if type(scale) is not float and not isinstance(scale, Tensor):
+            scale = float(scale)
+        if type(scale) is float and scale == 0:
             continue
         if name in state["lora_variant"]:
             return f"has {an(class_name(state['lora_variant'][name]))}"
         dropout = modules["lora_dropout"]._modules[name]
-        if type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or dropout.training):
+        if type(dropout) is not nn.Identity and (
+            type(dropout) is not nn.Dropout or dropout.training
+        ):
             return "has dropout in training"
         down, up = downs[name], ups[name]
-        of_down, of_up = down._parameters, getattr(up, "_parameters", _NO_WEIGHTS)
-        weights = of_down.get("weight"), of_up.get("weight")
-        if type(weights[0]) not in PLAIN_TYPES or type(weights[1]) not in PLAIN_TYPES:
+        of_down, of_up = down._parameters, up._parameters
+        matrices = of_down.get("weight"), of_up.get("weight")
+        if type(matrices[0]) not in PLAIN_TYPES or type(matrices[1]) not in PLAIN_TYPES:
             return "has sharded or quantized weights"
-        if of_down.get("bias") is not None or not (is_number or isinstance(scale, Tensor)):
-            return f"is {an(class_name(layer))} of another form"
+        if of_down.get("bias") is not None:
+            return "has a bias in lora_A"
         linears.append(down)
         linears.append(up)
-        terms.append(Lora(*weights, of_up.get("bias"), scale))
+        terms.append(tuple.__new__(Lora, (*matrices, of_up.get("bias"), scale)))
     return tuple(terms)
 
 
@@ -156,14 +163,15 @@ def why_by_peft(layer: Any, x: Tensor) -> str | None:
 
 def are_operands(terms: tuple[Lora, ...], x: Any) -> bool:
     """Whether the kernels add the terms to a layer's result for x, or for rows with its dtype and device."""
-    for down, up, bias, scale in terms:
+    dtype, device, tracks_grad = x.dtype, x.device, torch.is_grad_enabled()
+    for down, up, bias, _ in terms:
         for tensor in (down, up) if bias is None else (down, up, bias):
             if (
-                tensor.dtype is not x.dtype
-                or tensor.device != x.device
+                tensor.dtype is not dtype
+                or tensor.device != device
                 or not tensor.is_contiguous()
                 or tensor.data_ptr() % 16  # files mapped into memory have any alignment
-                or (torch.is_grad_enabled() and tensor.requires_grad)
+                or (tracks_grad and tensor.requires_grad)
             ):
                 return False
     return True
@@ -174,7 +182,11 @@ def describe_adapters(model: nn.Module) -> list[str]:
     layers: collections.Counter[tuple[str, str]] = collections.Counter()
     for module in model.modules():
         active = module.__dict__.get("_active_adapter")
-        if active is not None and is_adapted(module) and isinstance(below_adapters(module), nn.Linear):
+        if (
+            active is not None
+            and is_adapted(module)
+            and isinstance(below_adapters(module), nn.Linear)
+        ):
             terms = _read(module, [])
             way = f"by peft: each {terms}" if isinstance(terms, str) else "on the kernels"
             way = way if terms else "at rest"
@@ -182,51 +194,43 @@ def describe_adapters(model: nn.Module) -> list[str]:
     return [f"adapters {names}: {n} layers {way}" for (names, way), n in layers.items()]
 
 
-class LoraOperands(NamedTuple):
-    """The terms of several layers of one input, as operands of two products.
-
-    Attributes:
-        down: of all layers, one after the other, (sum of R, K).
-        scale: of its product.
-        ups: of each layer, (N, R). R is a multiple of 8.
-    """
-
-    down: Tensor
-    scale: float
-    ups: list[Tensor]
-
-    def lows(self, products: Tensor) -> Iterator[Tensor]:
-        """Each layer's columns of the first product."""
-        return iter(products.split_with_sizes([up.shape[1] for up in self.ups], -1))
-
-
-def lora_operands(layers: Sequence[tuple[Lora, ...]]) -> LoraOperands:
-    """The operands of these layers' terms, made anew, because a hot-swap writes to weights unnoticed."""
-    scale = layers[0][0].scale
-    is_shared = type(scale) in (float, int)
-    for terms in layers:
-        for term in terms:
-            is_shared = is_shared and type(term.scale) is type(scale) and term.scale == scale
-    downs, ups = [], []
-    for terms in layers:
-        rank = 0
-        for term in terms:
-            downs.append(term.down if is_shared else term.down * term.scale)
-            rank += term.down.shape[0]
-        up = terms[0].up if len(terms) == 1 else torch.cat([term.up for term in terms], 1)
-        missing = -rank % _RANK_STEP
+def packed_downs(downs: Sequence[Tensor], scales: Sequence[Any]) -> tuple[Tensor, float]:
+    """The downs of terms as one matrix, and the scale of its product. The rows of each are filled up to a
+    multiple of 8 with zeros. Made anew in each call, because weights may change unnoticed, as in a
+    hot-swap."""
+    scale = scales[0]
+    is_shared = type(scale) is float and all(type(s) is float and s == scale for s in scales)
+    parts = []
+    for down, own in zip(downs, scales):
+        parts.append(down if is_shared else down * own)
+        missing = -down.shape[0] % _RANK_STEP
         if missing:
-            downs.append(up.new_zeros(missing, downs[-1].shape[1]))
-            up = torch.nn.functional.pad(up, (0, missing))
-        ups.append(up)
-    down = downs[0] if len(downs) == 1 else torch.cat(downs)
-    return LoraOperands(down, float(scale) if is_shared else 1.0, ups)
+            parts.append(down.new_zeros(missing, down.shape[1]))
+    return torch.cat(parts) if len(parts) > 1 else parts[0], scale if is_shared else 1.0
+
+
+def first_product(x: Tensor, x_scale: Tensor | None, downs: list, scales: list) -> Tensor:
+    """``lora_down`` of terms with these downs and scales."""
+    if len(downs) > _MAX_DOWNS or not all(type(scale) is float for scale in scales):
+        down, scale = packed_downs(downs, scales)
+        downs, scales = [down], [scale]
+    return operations.lora_down(x, downs, scales, x_scale)
+
+
+def packed_up(terms: tuple[Lora, ...]) -> Tensor:
+    """The ups of a layer's terms as one matrix (N, R), each filled up as in ``packed_downs``."""
+    ups = []
+    for term in terms:
+        up = term[1]
+        missing = -up.shape[1] % _RANK_STEP
+        ups.append(torch.nn.functional.pad(up, (0, missing)) if missing else up)
+    return ups[0] if len(ups) == 1 else torch.cat(ups, 1)
 
 
 def with_lora_bias(bias: Tensor | None, terms: tuple[Lora, ...]) -> Tensor | None:
     """A layer's bias plus those of its terms."""
-    for term in terms:
-        if term.bias is not None:
-            of_term = term.bias * term.scale
+    for _, _, own, scale in terms:
+        if own is not None:
+            of_term = own * scale
             bias = of_term if bias is None else bias + of_term
     return bias

@@ -7,7 +7,7 @@ except with plain LoRA (``adapters``) and the FP8 weights of ``fp8_linears``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,12 @@ from ...operations.conditions import (
     why_not_taken,
 )
 from ..core.adapters import (
+    Lora,
     are_operands,
     below_adapters,
     is_adapted,
-    lora_operands,
+    packed_downs,
+    packed_up,
     read_adapters,
     why_by_peft,
     with_lora_bias,
@@ -51,6 +53,7 @@ from ..quantized.fp8_linears import (
     fp8_weights_for,
     has_plain_weight,
 )
+from .lora import lora_linears, lora_products, lora_results
 
 DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
@@ -64,8 +67,6 @@ QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
-# Below it LoRA runs as products of PyTorch, which are faster for few rows, and on CPUs.
-MIN_LORA_ROWS = {"cuda": 256, "cpu": 1 << 40}
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
 _MIN_ROWS_PER_SAMPLE = 1024
 
@@ -74,8 +75,11 @@ def linear(layer: Any, x: Any) -> Tensor:
     """``layer(x)``, without a module call if it is a plain ``torch.nn.Linear``. x may be quantized."""
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
-    if type(layer) is not LINEAR.cls and is_adapted(layer):
-        results = _adapted_linears(x, layer)
+    if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
+        weights = None if has_plain_weight(layer) else fp8_weights_for(x, layer)
+        if weights is not None:
+            return fp8_product(quantized_rows(x), weights[layer])
+        results = lora_linears(as_tensor(x), layer)
         if results is not None:
             return results[0]
     elif is_stock(layer, LINEAR):
@@ -107,138 +111,19 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         return fp8_products(rows, [*map(weights.__getitem__, layers)])
     if is_quantized:
         return [linear(layer, x) for layer in layers]
-    if any(map(is_adapted, layers)):
-        products = lora_products(x, *layers)
-        if products is not None:
-            return lora_results(products)
-        return [linear(layer, x) for layer in layers]
     are_plain = is_stock(layers[0], LINEAR, *layers[1:])
-    results = []
+    if not are_plain and any(map(is_adapted, layers)):
+        results = lora_linears(x, *layers)
+        return [linear(layer, x) for layer in layers] if results is None else results
+    each = []
     for layer in layers:
         parameters = layer._parameters
         weight = parameters.get("weight")
         if are_plain and type(weight) in PLAIN_TYPES and "bias" in parameters:
-            results.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
+            each.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
         else:
-            results.append(linear(layer, x))
-    return results
-
-
-# --------------------------------------------------------------------------------------------------
-# Layers with adapters
-
-
-@dataclass(frozen=True, slots=True)
-class LoraProduct:
-    """The result of a layer with LoRA, ``x @ weight.T + low @ up.T + bias``, that is yet to be computed.
-
-    Attributes:
-        low: the adapters' first product, (..., R); None if they are at rest.
-        up: (N, R).
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    low: Tensor | None
-    up: Tensor | None
-
-
-def lora_products(x: Any, *layers: Any) -> list[LoraProduct] | None:
-    """The products of layers of which peft has wrapped some; all adapters share the first product. None if
-    peft has to compute one, or a layer's weight is not plain."""
-    found = read_adapters(*layers)
-    if found is None or type(x) is QuantizedRows:
-        return None
-    tensors, groups = [], []
-    for base, terms in found:
-        parameters = base._parameters
-        weight = parameters.get("weight")
-        if type(weight) not in PLAIN_TYPES or "bias" not in parameters:
-            return None
-        tensors.append(weight)
-        tensors.append(parameters["bias"])
-        if terms:
-            groups.append(terms)
-            if not are_operands(terms, x):
-                return None
-    if not kernels_take(x, *tensors) or is_differentiated(x, *tensors):
-        return None
-    lows: Any = iter(())
-    if groups:
-        operands = lora_operands(groups)
-        lows = zip(operands.lows(_scaled_linear(x, operands.down, operands.scale)), operands.ups)
-    products, of_layers = [], iter(tensors)
-    for _, terms in found:
-        weight, bias = next(of_layers), next(of_layers)
-        low, up = next(lows) if terms else (None, None)
-        products.append(LoraProduct(x, weight, with_lora_bias(bias, terms), low, up))
-    return products
-
-
-def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """``scale * linear(x, weight)``, rounded once."""
-    if scale == 1:
-        return torch.nn.functional.linear(x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    unused = rows.new_empty(1)
-    product = torch.addmm(unused, rows, weight.t(), beta=0, alpha=scale)
-    return product.view(*x.shape[:-1], weight.shape[0])
-
-
-def lora_results(
-    products: list[LoraProduct], approximate: str | None = None, out: Any = None
-) -> list[Tensor]:
-    """The results of products of one input, or their GELU with this approximation, written to ``out`` if that
-    is given."""
-    x = products[0].x
-    if (
-        all([product.low is not None for product in products])
-        and len(products) <= 3
-        and x.shape[:-1].numel() >= MIN_LORA_ROWS[x.device.type]
-        and x.dtype in _EPILOGUE_DTYPES
-        and x.shape[-1] % 8 == 0
-        and x.is_contiguous()
-        and all([p.weight.is_contiguous() and p.weight.data_ptr() % 16 == 0 for p in products])
-    ):
-        weights, lows = [p.weight for p in products], [p.low for p in products]
-        ups, biases = [p.up for p in products], [p.bias for p in products]
-        options = {"approximate": approximate, "out": out}
-        return [*operations.linears_lora(x, weights, lows, ups, biases, **options)]
-    results = []
-    for product, place in zip(products, [None] * len(products) if out is None else out):
-        result = _lora_result(product, place)
-        if approximate is not None:
-            gelu = operations.gelu(result, approximate)
-            result = gelu if place is None else place.copy_(gelu)
-        results.append(result)
-    return results
-
-
-def _lora_result(product: LoraProduct, out: Tensor | None) -> Tensor:
-    x, weight, low = product.x, product.weight, product.low
-    if out is not None and out.dim() > 2:  # each sample is contiguous
-        lows = [None] * len(x) if low is None else low.unbind(0)
-        for sample, of_sample, place in zip(x.unbind(0), lows, out.unbind(0)):
-            _lora_result(replace(product, x=sample, low=of_sample), place)
-        return out
-    out = torch.nn.functional.linear(x, weight, product.bias, **({} if out is None else {"out": out}))
-    if low is not None and product.up is not None:
-        size = product.up.shape
-        out.view(-1, size[0]).addmm_(low.reshape(-1, size[1]), product.up.t())
-    return out
-
-
-def _adapted_linears(x: Any, *layers: Any) -> Sequence[Tensor] | None:
-    """``layer(x)`` of layers of which peft has wrapped some; None if peft has to compute one."""
-    weights = None if has_plain_weight(layers[0]) else fp8_weights_for(x, *layers)
-    if weights is not None:
-        return fp8_products(quantized_rows(x), [*map(weights.__getitem__, layers)])
-    products = lora_products(as_tensor(x), *layers)
-    return None if products is None else lora_results(products)
-
-
-# --------------------------------------------------------------------------------------------------
+            each.append(linear(layer, x))
+    return each
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:
@@ -341,7 +226,8 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
-    plain, terms = plain_weight(layer), ()
+    plain = plain_weight(layer)
+    terms: tuple[Lora, ...] = ()
     if plain is None and is_adapted(layer) and has_plain_weight(layer):
         found = read_adapters(layer)
         if found is not None and are_operands(found[0][1], first):
@@ -358,11 +244,12 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
         weight, bias = plain
         out = _linear_of_two(first, second, weight, with_lora_bias(bias, terms))
         if terms:
-            operands = lora_operands([terms])
-            low = _linear_of_two(first, second, operands.down)
-            (up,) = operands.ups
+            down, scale = packed_downs(
+                [term.down for term in terms], [term.scale for term in terms]
+            )
+            low, up = _linear_of_two(first, second, down), packed_up(terms)
             rows = low.view(-1, low.shape[-1])
-            out.view(-1, out.shape[-1]).addmm_(rows, up.t(), alpha=operands.scale)
+            out.view(-1, out.shape[-1]).addmm_(rows, up.t(), alpha=scale)
         return out
     return linear(layer, torch.cat([first, second], dim=-1))
 
@@ -393,7 +280,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     is_lora = (is_adapted(activated) or is_adapted(other)) and type(x) is not QuantizedRows
     if is_lora and weights is None and x.is_contiguous():
         products = lora_products(x.view(-1, x.shape[-1]), activated, other)
-        weights = None if products is None else [product.weight for product in products]
+        weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
         return torch.nn.functional.silu(gate) * up
@@ -401,7 +288,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     both = x.new_empty(*x.shape[:-1], 2 * size)
     rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
     if products is not None:
-        lora_results(products, out=outs)
+        lora_results(rows, products, out=outs)
     else:
         for weight, out in zip(weights, outs):
             torch.mm(rows, weight.t(), out=out)
@@ -602,10 +489,11 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
 
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
     """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
-    if is_adapted(layer) and has_plain_weight(layer) and type(x) is not QuantizedRows:
-        products = lora_products(x, layer)
-        if products is not None and products[0].low is not None:
-            return lora_results(products, approximate)[0]
+    is_lora = type(layer) is not LINEAR.cls and is_adapted(layer)
+    if is_lora and isinstance(x, Tensor) and plain_weight(layer) is None:
+        results = lora_linears(x, layer, approximate=approximate)
+        if results is not None:
+            return results[0]
     if (
         isinstance(x, Tensor)
         and approximate == "tanh"

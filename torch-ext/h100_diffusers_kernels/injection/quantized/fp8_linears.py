@@ -33,7 +33,8 @@ from ..core.adapters import (
     Lora,
     are_operands,
     below_adapters,
-    lora_operands,
+    first_product,
+    packed_up,
     read_adapters,
     with_lora_bias,
 )
@@ -164,7 +165,8 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
     device and this number of features."""
     values, _, bias, terms = found
     dtype = x.dtype
-    layer = below_adapters(layer)
+    if "base_layer" in layer._modules:
+        layer = below_adapters(layer)
     return (
         values.shape[1] == features
         and values.device == x.device
@@ -208,33 +210,36 @@ def are_fp8(*layers: Any) -> bool:
     return None not in map(fp8_weight, layers) and are_stock_linears(*layers)
 
 
-def _low_rank(x: QuantizedRows, found: Sequence[Fp8Weight]) -> list[dict[str, Any]]:
-    """For each weight the operations' operands of its bias and its terms. The terms of all weights that take
-    these rows share their first product."""
-    adapted = [weight for weight in found if weight.terms]
-    if not adapted:
-        return [{"bias": weight.bias} for weight in found]
-    if x.lows is None or any(id(weight.terms) not in x.lows for weight in adapted):
-        group = {id(w.terms): w.terms for w in (*x.weights.values(), *adapted) if w.terms}
-        operands = lora_operands([*group.values()])
-        down, scale = operands.down, operands.scale
-        products = operations.lora_down_fp8(x.values, x.scale, down, alpha=scale)
-        pairs = zip(operands.lows(products), operands.ups)
-        # The terms are kept, so that their ids stay theirs.
-        x.lows = {key: (group[key], *pair) for key, pair in zip(group, pairs)}
-    each: list[dict[str, Any]] = []
-    for weight in found:
-        operand: dict[str, Any] = {"bias": weight.bias}
-        if weight.terms:
-            _, operand["low"], operand["up"] = x.lows[id(weight.terms)]
-            operand["bias"] = with_lora_bias(weight.bias, weight.terms)
-        each.append(operand)
-    return each
+def _low_rank(x: QuantizedRows, weight: Fp8Weight) -> dict[str, Any]:
+    """The operations' operands of a weight's bias and terms. The terms of all weights that take these rows
+    share their first product."""
+    terms = weight.terms
+    if not terms:
+        return {"bias": weight.bias}
+    if x.lows is None or id(terms) not in x.lows:
+        groups = [w.terms for w in x.weights.values() if w.terms and w is not weight]
+        x.lows = _first_products(x, [terms, *groups])
+    _, low, up = x.lows[id(terms)]
+    return {"bias": with_lora_bias(weight.bias, terms), "low": low, "up": up}
+
+
+def _first_products(x: QuantizedRows, groups: list[tuple[Lora, ...]]) -> dict[int, Any]:
+    """For the id of each layer's terms: these, so that the id stays theirs, their low, and their up."""
+    downs = [term[0] for terms in groups for term in terms]
+    scales = [term[3] for terms in groups for term in terms]
+    low = first_product(x.values, x.scale, downs, scales)
+    lows, begin = {}, 0
+    for terms in groups:
+        up = packed_up(terms)
+        end = begin + up.shape[1]
+        lows[id(terms)] = (terms, low[..., begin:end], up)
+        begin = end
+    return lows
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     """The layer's result."""
-    (options,) = _low_rank(x, (found,))
+    options = _low_rank(x, found)
     return operations.linear_fp8(x.values, x.scale, *found[:2], **options, dtype=x.dtype)
 
 
@@ -254,7 +259,7 @@ class Fp8Product(NamedTuple):
     def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
         """``residual + gate * result``, of a 16-bit residual."""
         x, weight = self
-        (options,) = _low_rank(x, (weight,))
+        options = _low_rank(x, weight)
         operands = (residual, x.values, x.scale, *weight[:2])
         return operations.linear_gated_residual_fp8(*operands, **options, gate=gate)
 
@@ -268,7 +273,7 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):
         return [fp8_product(x, weight) for weight in found]
-    each = _low_rank(x, found)
+    each = [_low_rank(x, weight) for weight in found]
     weights, scales = [w.values for w in found], [w.scale for w in found]
     options: dict[str, Any] = {"biases": [operands["bias"] for operands in each], "dtype": x.dtype}
     if any(weight.terms for weight in found):
@@ -281,7 +286,7 @@ def fp8_gelu_product(
     x: QuantizedRows, found: Fp8Weight, approximate: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    (options,) = _low_rank(x, (found,))
+    options = _low_rank(x, found)
     options.update(approximate=approximate, out=out)
     return operations.linear_gelu_fp8(x.values, x.scale, *found[:2], **options)
 

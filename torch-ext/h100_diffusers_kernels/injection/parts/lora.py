@@ -1,0 +1,162 @@
+"""Linear layers with plain LoRA, computed without a call of peft.
+
+The adapters of all layers that read the same input have one first product. ``linears_lora``
+adds the second ones where the layers' results are made. PyTorch's products compute both for few rows, for
+other dtypes and on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import operations
+from ...operations.conditions import PLAIN_TYPES, is_differentiated, kernels_take
+from ..core.adapters import (
+    are_operands,
+    first_product,
+    packed_downs,
+    packed_up,
+    read_adapters,
+    with_lora_bias,
+)
+from ..core.quantized_rows import QuantizedRows
+
+# With fewer rows PyTorch's products are faster. On CPUs they always are.
+MIN_ROWS = {"cuda": 256, "cpu": 1 << 40}
+_MAX_LAYERS = 3  # of linears_lora
+_DTYPES = (torch.bfloat16, torch.float16)
+
+# A layer's product that is yet to be computed: weight, bias, and low and up of its adapters, or None.
+Product = tuple[Tensor, Any, Any, Any]
+
+
+class LaterProduct:
+    """The product of one layer for x, which is yet to be computed."""
+
+    __slots__ = ("product", "x")
+
+    def __init__(self, x: Tensor, product: Product) -> None:
+        self.x, self.product = x, product
+
+
+def lora_linears(x: Any, *layers: Any, approximate: str | None = None) -> Sequence[Tensor] | None:
+    """``layer(x)`` of layers of which peft has wrapped some, or their GELU. None if the layers' weights are
+    not plain, or peft has to compute one."""
+    products = lora_products(x, *layers)
+    return None if products is None else lora_results(x, products, approximate)
+
+
+def lora_products(x: Any, *layers: Any) -> list[Product] | None:
+    """The products of layers of which peft has wrapped some; None as in ``lora_linears``."""
+    found = read_adapters(*layers)
+    if found is None or type(x) is QuantizedRows or not kernels_take(x) or is_differentiated(x):
+        return None
+    dtype, device, tracks_grad = x.dtype, x.device, torch.is_grad_enabled()
+    downs, scales, are_aligned = [], [], True
+    for base, terms in found:
+        parameters = base._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (
+            type(weight) not in PLAIN_TYPES
+            or "bias" not in parameters
+            or weight.dtype is not dtype
+            or weight.device != device
+            or (tracks_grad and weight.requires_grad)
+        ):
+            return None
+        if bias is not None and (
+            type(bias) not in PLAIN_TYPES
+            or bias.dtype is not dtype
+            or (tracks_grad and bias.requires_grad)
+        ):
+            return None
+        if terms:
+            if not are_operands(terms, x):
+                return None
+            for term in terms:
+                downs.append(term[0])
+                scales.append(term[3])
+        are_aligned = are_aligned and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    low: Any = None
+    if downs:
+        if are_aligned and _runs_kernel(x):
+            low = first_product(x, None, downs, scales)
+        else:
+            down, scale = packed_downs(downs, scales)
+            low = _scaled_linear(x, down, scale)
+    products: list[Product] = []
+    begin = 0
+    for base, terms in found:
+        parameters = base._parameters
+        bias, of_layer, up = parameters["bias"], None, None
+        if terms:
+            up, bias = packed_up(terms), with_lora_bias(bias, terms)
+            end = begin + up.shape[1]
+            of_layer = low if len(found) == 1 else low[..., begin:end]
+            begin = end
+        products.append((parameters["weight"], bias, of_layer, up))
+    return products
+
+
+def _runs_kernel(x: Tensor) -> bool:
+    return (
+        x.dtype in _DTYPES
+        and x.shape[:-1].numel() >= MIN_ROWS[x.device.type]
+        and x.shape[-1] % 8 == 0
+        and x.is_contiguous()
+        and x.data_ptr() % 16 == 0
+    )
+
+
+def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """``scale * linear(x, weight)``, rounded once."""
+    if scale == 1:
+        return torch.nn.functional.linear(x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    product = torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def lora_results(
+    x: Tensor, products: Sequence[Product], approximate: str | None = None, out: Any = None
+) -> Sequence[Tensor]:
+    """The results of products of x, or their GELU with this approximation, written to ``out`` if that is
+    given: for each a tensor (..., N) in which each sample is contiguous."""
+    weights, biases, lows, ups = zip(*products)
+    if None not in ups and len(ups) <= _MAX_LAYERS and _runs_kernel(x):
+        return operations.linears_lora(
+            x, weights, lows, ups, biases, approximate=approximate, out=out
+        )
+    results = []
+    for i, product in enumerate(products):
+        place = None if out is None else out[i]
+        result = _result(x, *product, place)
+        if approximate is not None:
+            gelu = operations.gelu(result, approximate)
+            result = gelu if place is None else place.copy_(gelu)
+        results.append(result)
+    return results
+
+
+def _result(x: Tensor, weight: Tensor, bias: Any, low: Any, up: Any, out: Any) -> Tensor:
+    linear: Any = torch.nn.functional.linear
+    if out is None:
+        out = linear(x, weight, bias)
+    elif out.dim() > 2:
+        for i, place in enumerate(out.unbind(0)):
+            _result(x[i], weight, bias, None if low is None else low[i], up, place)
+        return out
+    else:
+        linear(x, weight, bias, out=out)
+    if low is not None:
+        out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, up.shape[1]), up.t())
+    return out
+
+
+def later_result(later: LaterProduct, out: Tensor | None = None) -> Tensor:
+    """The product, written to ``out`` (B, S, N) if that is given."""
+    return lora_results(later.x, [later.product], out=None if out is None else (out,))[0]
