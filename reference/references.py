@@ -320,15 +320,25 @@ def linear_lora(x, weight, low=None, up=None, bias=None, *, approximate=None):
 def linear_fp8(
     x, x_scale, weight, weight_scale, bias=None, *, low=None, up=None, dtype=torch.bfloat16
 ):
-    x_scale, weight_scale = _double(x_scale, weight_scale)
-    if x_scale.shape[-1] > 1:
-        x_scale = x_scale.repeat_interleave(128, -1)[..., : x.shape[-1]]
-    product = (x.double() * x_scale) @ (weight.double() * weight_scale).T
+    product = _rows(x, x_scale) @ (weight.double() * weight_scale.double()).T
     return _with_low_rank(product, bias, low, up)
 
 
-def lora_down_fp8(x, x_scale, down, *, alpha=1.0):
-    return alpha * linear_fp8(x, x_scale, down, torch.ones((), device=x.device))
+def _rows(x, x_scale):
+    """The values of FP8 rows."""
+    x_scale = x_scale.double()
+    if x_scale.shape[-1] > 1:
+        x_scale = x_scale.repeat_interleave(128, -1)[..., : x.shape[-1]]
+    return x.double() * x_scale
+
+
+def lora_down(x, downs, scales=None, x_scale=None):
+    x = x.double() if x_scale is None else _rows(x, x_scale)
+    products = [
+        torch.nn.functional.pad(scale * (x @ down.double().T), (0, -len(down) % 8))
+        for down, scale in zip(downs, scales or [1] * len(downs), strict=True)
+    ]
+    return torch.cat(products, -1)
 
 
 def split_heads(heads, *tensors):

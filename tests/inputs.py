@@ -317,7 +317,7 @@ WITH_FP8_RESULT = [
 ]
 WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu", "geglu", "swiglu")]
 FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8")
-FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, "lora_down_fp8", *WITH_FP8_RESULT)
+FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, "lora_down", *WITH_FP8_RESULT)
 # All that have no derivatives and are not in the table.
 PLAIN_OPERATIONS = (*FP8_OPERATIONS, "linears_lora")
 GATED = ("geglu", "swiglu")
@@ -352,7 +352,7 @@ OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 IN_BLOCKS = "_in_blocks"
 FP8_CALLS = [
     *FP8_OPERATIONS,
-    *(name + IN_BLOCKS for name in ("quantize_fp8", "swiglu_fp8", "lora_down_fp8", *FP8_PRODUCTS)),
+    *(name + IN_BLOCKS for name in ("quantize_fp8", "swiglu_fp8", "lora_down", *FP8_PRODUCTS)),
     *(f"{name}_fp8{BRANCH}" for name in BRANCH_OPERATIONS if f"{name}_fp8" in WITH_FP8_RESULT),
     *(
         f"{name}_fp8{form}"
@@ -361,7 +361,8 @@ FP8_CALLS = [
         if f"{name}_fp8" in WITH_FP8_RESULT
     ),
 ]
-PLAIN_CALLS = [*FP8_CALLS, "linears_lora"]
+LORA_DOWN_OF_16_BITS = "lora_down_of_16_bits"
+PLAIN_CALLS = [*FP8_CALLS, "linears_lora", LORA_DOWN_OF_16_BITS]
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
     name + how
@@ -408,7 +409,7 @@ def optional_tensors(name, by_keyword=False):
     ]
 
 
-_OF_16_BITS = ("attention", "lora_down_fp8", "linears_lora", *FP8_PRODUCTS)
+_OF_16_BITS = ("attention", "lora_down", "linears_lora", *FP8_PRODUCTS)
 
 
 def widest_dtype(name):
@@ -465,10 +466,11 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         sizes = (40, 7, 64), (24, None, 8)
         arguments = lora_operands(shape, *sizes, dtype=dtype, device=device)
         return kernel.linears_lora, {**arguments, "approximate": "tanh"}
-    if operation_of(name) == "lora_down_fp8":
+    if operation_of(name) == "lora_down":
         blocks = math.ceil(hidden / block_size) if block_size else 1
-        arguments = lora_down_operands(shape, 24, blocks, dtype=dtype, device=device)
-        return kernel.lora_down_fp8, arguments
+        blocks = None if name == LORA_DOWN_OF_16_BITS else blocks
+        arguments = lora_down_operands(shape, (24, 3, 8), blocks, dtype=dtype, device=device)
+        return kernel.lora_down, arguments
     if operation_of(name) in WITH_FP8_RESULT:
         quantized = operation_of(name)
         how = {"dtype": dtype, "device": device, "shape": shape, "heads": heads, "layout": layout}
@@ -599,11 +601,16 @@ def fp8_operands(shape, out_features, blocks=1, rank=None, *, dtype, device):
     }
 
 
-def lora_down_operands(shape, rank, blocks=1, *, dtype, device):
-    """Arguments of lora_down_fp8."""
-    operands = fp8_operands(shape, 0, blocks, dtype=dtype, device=device)
-    down = normal(rank, shape[-1], dtype=dtype, device=device)
-    return {"x": operands["x"], "x_scale": operands["x_scale"], "down": down, "alpha": 0.7}
+def lora_down_operands(shape, ranks, blocks=1, *, dtype, device):
+    """Arguments of lora_down. Without `blocks` x is of 16 bits."""
+    if blocks is None:
+        operands = {"x": normal(*shape, dtype=dtype, device=device)}
+    else:
+        fp8 = fp8_operands(shape, 0, blocks, dtype=dtype, device=device)
+        operands = {"x": fp8["x"], "x_scale": fp8["x_scale"]}
+    downs = tuple(normal(rank, shape[-1], dtype=dtype, device=device) for rank in ranks)
+    scales = tuple((0.7, -2.5, 1.0, 0.0)[i % 4] for i in range(len(ranks)))
+    return {**operands, "downs": downs, "scales": scales}
 
 
 def several_weights(arguments, out_features, ranks=(None, None, None)):

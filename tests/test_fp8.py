@@ -25,6 +25,7 @@ from inputs import (
     DTYPES,
     FP8_PRODUCTS,
     LAYOUTS,
+    LORA_DOWN_OF_16_BITS,
     PLAIN_CALLS,
     PLAIN_OPERATIONS,
     every_16_bit_dtype,
@@ -336,14 +337,7 @@ def tensor_arguments(name):
 
 OF_TENSORS = [(name, argument) for name in PLAIN_OPERATIONS for argument in tensor_arguments(name)]
 # The same of one operation for each operator.
-OPERATORS = {
-    "quantize_fp8",
-    "linears_lora",
-    *FP8_PRODUCTS,
-    "lora_down_fp8",
-    "rms_norm_fp8",
-    "geglu_fp8",
-}
+OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "lora_down", "rms_norm_fp8", "geglu_fp8"}
 OPERATORS.add("gated_residual_layer_norm_modulate_fp8")
 
 
@@ -438,8 +432,7 @@ X_SCALE = "have shape (2, 16, 1) or (2, 16, 2), got"
 BROADCAST = "broadcast against residual of shape (2, 16, 40)"
 WEIGHT_SCALE = "have shape (40, 1) or one element, got"
 LINEAR, GELU, RESIDUAL = "linear_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"
-DOWN = "lora_down_fp8"
-RANK = "have a number of rows that is a multiple of 8 from 8 to 1024, got"
+DOWN, DOWN_16 = "lora_down", LORA_DOWN_OF_16_BITS
 # For a call and its argument, or an item of one: changes, and the sentences after "operation: argument must".
 MISTAKES = {
     ("quantize_fp8", "x"): [
@@ -584,18 +577,43 @@ MISTAKES = {
         (lambda x: x[..., :8].contiguous(), f"{MULTIPLE} 8"),
     ],
     (DOWN, "x_scale"): [(of_shape(16, 1), f"{X_SCALE} (16, 1)")],
-    (DOWN, "down"): [
+    (DOWN_16, "x"): [
+        (value(None), "be a tensor, got None"),
+        (torch.Tensor.float, "be float16 or bfloat16, got float32"),
+        (of_shape(), "have at least 1 dimension, got shape ()"),
+        (lambda x: x[..., :4].contiguous(), f"{MULTIPLE_OF_8} 4"),
+        (lambda x: x.mT.contiguous().mT, f"{STRIDE[:-1]}16"),
+        (lambda x: x[:, :1].expand(2, 16, 256), CONTIGUOUS.format((2, 16, 256), (4096, 0, 1))),
+        (LAYOUTS["misaligned"], UNALIGNED.replace("1 byte", "2 bytes")),
+    ],
+    (DOWN, "downs"): [
+        (lambda d: d[0], "be a tuple or list, got Tensor"),
+        (value(None), "be a tuple or list, got None"),
+        (lambda d: (), "hold 1 to 12 tensors, got 0"),
+        (lambda d: d[:1] * 13, "hold 1 to 12 tensors, got 13"),
+    ],
+    (DOWN, "downs[0]"): [
         (value(None), "be a tensor, got None"),
         (torch.Tensor.float, "be float16 or bfloat16, got float32"),
         (of_shape(24, 128), "have shape (R, 256), got (24, 128)"),
         (of_shape(256), "have shape (R, 256), got (256,)"),
-        (of_shape(0, 256), f"{RANK} 0"),
-        (of_shape(20, 256), f"{RANK} 20"),
-        (of_shape(1032, 256), f"{RANK} 1032"),
+        (of_shape(0, 256), "have 1 to 1024 rows, got 0"),
+        (of_shape(1025, 256), "have 1 to 1024 rows, got 1025"),
         (lambda d: d.T.contiguous().T, CONTIGUOUS.format((24, 256), (1, 24))),
         (LAYOUTS["misaligned"], UNALIGNED.replace("1 byte", "2 bytes")),
     ],
-    (DOWN, "alpha"): [
+    (DOWN, "downs[1]"): [
+        (value(None), "be a tensor, got None"),
+        (value(2.0), "be a tensor, got 2.0"),
+        (torch.Tensor.half, "have the dtype of downs[0] (bfloat16), got float16"),
+    ],
+    (DOWN, "downs[2]"): [(of_shape(8, 128), "have shape (R, 256), got (8, 128)")],
+    (DOWN_16, "downs[0]"): [(torch.Tensor.half, "have the dtype of x (bfloat16), got float16")],
+    (DOWN, "scales"): [
+        (value(2.0), "be a tuple, a list or None, got 2.0"),
+        (lambda s: s[:2], "hold 3 numbers, got 2"),
+    ],
+    (DOWN, "scales[1]"): [
         (value("2"), "be a number, got '2'"),
         (value(None), "be a number, got None"),
         (value(math.inf), "be finite in float32, got inf"),
@@ -646,6 +664,20 @@ def test_mistakes(kernel, device, name, argument, number):
 def test_mistakes_when_traced(kernel, device, name, argument, number):
     function, arguments, expected = wrong_call(kernel, device, name, argument, number)
     assert compiled_outcome(function, arguments) == expected
+
+
+def test_lora_down_of_too_many_columns(kernel, device):
+    _, arguments = sample(kernel, "lora_down", dtype=torch.bfloat16, device=device)
+    arguments["downs"] = [torch.zeros(n, 256, dtype=torch.bfloat16, device=device) for n in (1000, 17, 7)]
+    text = "downs must have at most 1024 rows, each number rounded up to a multiple of 8, got 1032"
+    assert outcome(kernel.lora_down, arguments) == (ValueError, f"lora_down: {text}")
+
+
+def test_lora_down_of_fp8_needs_scales(kernel, device):
+    _, arguments = sample(kernel, "lora_down", dtype=torch.bfloat16, device=device)
+    arguments["x_scale"] = None
+    text = "x_scale must be given with a float8_e4m3fn x, got None"
+    assert outcome(kernel.lora_down, arguments) == (ValueError, f"lora_down: {text}")
 
 
 @pytest.mark.parametrize("argument", ["x_scale", "weight", "weight_scale", "bias"])

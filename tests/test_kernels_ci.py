@@ -16,7 +16,7 @@ GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 OF_MODELS = {"inject_kernels", "eject_kernels", "context_parallel_plan"}
 NOT_OPERATIONS = {*OF_MODELS, "register_attention_backend", "layers"}
 FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"}
-FP8_OPERATIONS = {"quantize_fp8", "lora_down_fp8", *FP8_PRODUCTS}  # with tests of their own
+FP8_OPERATIONS = {"quantize_fp8", "lora_down", *FP8_PRODUCTS}  # with tests of their own
 WITH_FP8_RESULT = ["rms_norm", "layer_norm", "rms_norm_modulate", "layer_norm_modulate"]
 WITH_FP8_RESULT += [f"gated_residual_{name}" for name in WITH_FP8_RESULT[2:]]
 WITH_FP8_RESULT += ["gelu", "geglu", "swiglu"]
@@ -264,10 +264,12 @@ def test_other_fp8_products(kernel, device, approximate):
     slack = (residual.abs() + (gate * product).abs()) / 128
     assert ((out - (residual + gate * product)).abs() <= slack).all()
 
-    down = torch.randn(16, features, device=device, dtype=torch.bfloat16)
-    out = kernel.lora_down_fp8(*x, down, alpha=0.5)
-    expected = 0.5 * (x[0].double() * x[1].double()) @ down.double().T
-    torch.testing.assert_close(out.double(), expected, rtol=1 / 256, atol=1e-3)
+    downs = [torch.randn(rank, features, device=device).bfloat16() for rank in (16, 3)]
+    out = kernel.lora_down(x[0], downs, [0.5, -1], x[1])
+    wide = x[0].double() * x[1].double()
+    expected = torch.cat([0.5 * wide @ downs[0].double().T, -wide @ downs[1].double().T], -1)
+    torch.testing.assert_close(out[..., :19].double(), expected, rtol=1 / 256, atol=1e-3)
+    assert out.shape[-1] == 24 and not out[..., 19:].any()
 
     values, scales = kernel.linear_gelu_fp8(*one, approximate=approximate)
     expected = F.gelu(product.double(), approximate=approximate)
@@ -298,6 +300,8 @@ def test_lora(kernel, device, dtype, approximate):
             expected = F.gelu(expected, approximate=approximate)
         half_ulp = torch.finfo(dtype).eps / 2
         torch.testing.assert_close(out.double(), expected, rtol=half_ulp + 1e-5, atol=1e-4)
+    low = kernel.lora_down(x, [weights[0][:16]])
+    torch.testing.assert_close(low, x @ weights[0][:16].T, rtol=1 / 64, atol=1e-2)
 
 
 def test_a_wrong_call_raises_one_sentence(kernel, device):

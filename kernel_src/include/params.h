@@ -461,23 +461,35 @@ void linear_gated_residual_fp8(const LinearParams& params, Stream stream);
 // out = gelu(product), of 16-bit operands.
 void linears_lora(const LinearParams& params, Stream stream);
 
-constexpr int64_t kLoraRankStep = 8, kMaxLoraRank = 1024;
-
-// out = alpha * (x * x_scale) down^T, LoRA's first product, for x as in LinearFp8Params and down (rank,
-// in_features), contiguous and aligned to 16 bytes. rank is a multiple of kLoraRankStep.
-struct LoraDownFp8Params {
-  int64_t rows;
-  int64_t in_features;
-  int32_t rank;  // at most kMaxLoraRank
-  float alpha;
-  const void* x;
-  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous
-  bool x_is_blocked;
-  DType dtype;  // of down and out: float16 or bfloat16
-  const void* down;
-  void* out;  // (rows, rank), contiguous and aligned to 16 bytes
+// One of the matrices of LoRA's first products: (rows, in_features), contiguous and aligned to 16 bytes.
+struct LoraDown {
+  const void* data;
+  int32_t rows;
+  float scale;
 };
 
-void lora_down_fp8(const LoraDownFp8Params& params, Stream stream);
+constexpr int kMaxLoraDowns = 12;
+constexpr int64_t kLoraColumnStep = 8, kMaxLoraColumns = 1024;
+
+constexpr int64_t lora_columns(int64_t rows) {
+  return (rows + kLoraColumnStep - 1) / kLoraColumnStep * kLoraColumnStep;
+}
+
+// out = scale (x * x_scale) down^T of each matrix, for x as in LinearParams. The columns of a matrix are next
+// to each other and begin at a multiple of kLoraColumnStep; those after its last one are 0.
+struct LoraDownParams {
+  int64_t rows;
+  int64_t in_features;
+  const void* x;         // E4M3, or of the dtype
+  const float* x_scale;  // (rows,), or (rows, blocks of in_features), contiguous; null with a 16-bit x
+  bool x_is_blocked;
+  int32_t down_count;  // 1 to kMaxLoraDowns
+  LoraDown downs[kMaxLoraDowns];
+  int32_t columns;  // of out: at most kMaxLoraColumns
+  DType dtype;      // of downs and out: float16 or bfloat16
+  void* out;        // (rows, columns), contiguous and aligned to 16 bytes
+};
+
+void lora_down(const LoraDownParams& params, Stream stream);
 
 }  // namespace h100_diffusers_kernels

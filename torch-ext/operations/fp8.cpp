@@ -1,6 +1,4 @@
 // FP8 (E4M3): quantization of rows or of blocks, and matrix products of quantized tensors.
-#include <cmath>
-
 #include "../output.h"
 #include "../torch_binding.h"
 #include "linear.h"
@@ -76,10 +74,8 @@ class LinearFp8Call {
   LinearFp8Call(const char* operation, const Tensor& x, const Tensor& x_scale)
       : x_(x), x_scale_(x_scale), check_(operation, "x", x, ArgumentChecker::Fp8{}) {
     params_.in_features = check_.hidden();
-    if (params_.in_features < kFp8Alignment || params_.in_features % kFp8Alignment != 0)
-      fail(operation, "x must have a last dimension that is a positive multiple of ", kFp8Alignment, ", got ",
-           params_.in_features);
-    params_.x_is_blocked = check_x_scale();
+    check_in_features(check_, kFp8Alignment);
+    params_.x_is_blocked = check_x_scale(check_, x_scale);
     check_.aligned("x", x, kFp8Alignment);
     params_.rows = x.numel() / params_.in_features;
     check_.countable("x", "number of rows", {params_.rows}, kMaxProductRows);
@@ -161,30 +157,6 @@ class LinearFp8Call {
     return outs;
   }
 
-  // alpha * (x * x_scale) @ down.T, without weights.
-  OwnedTensor run_lora_down(const Tensor& down, double alpha) {
-    LoraDownFp8Params params{};
-    params.dtype = check_down(down);
-    params.alpha = static_cast<float>(alpha);
-    if (!std::isfinite(params.alpha))
-      fail(check_.operation(), "alpha must be finite in float32, got ", alpha);
-    params.rank = static_cast<int32_t>(down.size(0));
-    Sizes shape = check_.shape();
-    shape.back() = params.rank;
-    OwnedTensor out = check_.empty(shape, down.dtype());
-    if (params_.rows == 0) return out;
-    params.rows = params_.rows;
-    params.in_features = params_.in_features;
-    params.x = x_.const_data_ptr();
-    params.x_scale = static_cast<const float*>(x_scale_.const_data_ptr());
-    params.x_is_blocked = params_.x_is_blocked;
-    params.down = down.const_data_ptr();
-    params.out = Tensor(out).mutable_data_ptr();
-    const DeviceStream device(x_);
-    lora_down_fp8(params, device.stream());
-    return out;
-  }
-
   // The quantized GELU of the product of the only layer.
   TwoTensors run_gelu(bool tanh_approximation) {
     const LinearLayer& layer = params_.layers[0];
@@ -201,22 +173,6 @@ class LinearFp8Call {
   }
 
  private:
-  // x_scale has one value a row, or one for each block of a row.
-  bool check_x_scale() const {
-    check_.same_device("x_scale", x_scale_);
-    check_.float32("x_scale", x_scale_);
-    Sizes of_rows = check_.shape(), of_blocks = check_.shape();
-    of_rows.back() = 1;
-    of_blocks.back() = fp8_blocks(check_.hidden());
-    const std::span<const int64_t> sizes = x_scale_.sizes();
-    const auto has = [&](const Sizes& shape) { return std::ranges::equal(sizes, shape); };
-    if (!has(of_rows) && !has(of_blocks))
-      fail(check_.operation(), "x_scale must have shape ", to_string(of_rows), " or ", to_string(of_blocks),
-           ", got ", to_string(sizes));
-    check_.contiguous("x_scale", x_scale_);
-    return !has(of_rows);
-  }
-
   // The scale of a weight has one value, or one for each row of the weight.
   bool check_weight_scale(const char* name, const Tensor& scale, int64_t out_features) const {
     check_.same_device(name, scale);
@@ -228,23 +184,6 @@ class LinearFp8Call {
            " or one element, got ", to_string(scale.sizes()));
     check_.contiguous(name, scale);
     return is_one;
-  }
-
-  DType check_down(const Tensor& down) const {
-    check_.same_device("down", down);
-    const bool is_float16 = down.dtype() == torch_dtype(DType::kFloat16);
-    if (!is_float16 && down.dtype() != torch_dtype(DType::kBFloat16))
-      fail(check_.operation(), "down must be float16 or bfloat16, got ", dtype_name(down.scalar_type()));
-    if (down.dim() != 2 || down.size(1) != params_.in_features)
-      fail(check_.operation(), "down must have shape (R, ", params_.in_features, "), got ",
-           to_string(down.sizes()));
-    const int64_t rank = down.size(0);
-    if (rank < kLoraRankStep || rank > kMaxLoraRank || rank % kLoraRankStep != 0)
-      fail(check_.operation(), "down must have a number of rows that is a multiple of ", kLoraRankStep,
-           " from ", kLoraRankStep, " to ", kMaxLoraRank, ", got ", rank);
-    check_.contiguous("down", down);
-    check_.aligned("down", down, kFp8Alignment);
-    return is_float16 ? DType::kFloat16 : DType::kBFloat16;
   }
 
   DType check_bias(const char* name, const Tensor& bias, std::optional<DType> result) const {
@@ -370,11 +309,6 @@ OwnedTensor call_linear_gated_residual_fp8(const char* operation, const Tensor& 
   return call.run_residual(residual, gate);
 }
 
-OwnedTensor call_lora_down_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
-                               const Tensor& down, double alpha) {
-  return LinearFp8Call(operation, x, x_scale).run_lora_down(down, alpha);
-}
-
 // In linears_fp8 the third weight and its scale are either both given or not.
 constexpr Operation kOperations[] = {
     operation<"quantize_fp8(Tensor x, bool is_blocked) -> (Tensor, Tensor)", call_quantize_fp8>(),
@@ -400,8 +334,6 @@ constexpr Operation kOperations[] = {
         " Tensor? low, Tensor? up, bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out)"
         " -> ()",
         call_linear_gelu_fp8_out>(),
-    operation<"lora_down_fp8(Tensor x, Tensor x_scale, Tensor down, float alpha) -> Tensor",
-              call_lora_down_fp8>(),
 };
 
 }  // namespace

@@ -33,9 +33,7 @@ class LinearsLoraCall {
       : x_(x), layers_(layers), check_(operation, "x", x, 1, false) {
     check_.contiguous("x", x);
     params_.in_features = check_.hidden();
-    if (params_.in_features < kMultiple || params_.in_features % kMultiple != 0)
-      fail(operation, "x must have a last dimension that is a positive multiple of ", kMultiple, ", got ",
-           params_.in_features);
+    check_in_features(check_, kMultiple);
     check_.aligned("x", x, kAlignment);
     check_.countable("x", "number of rows", {x.numel() / params_.in_features}, kMaxProductRows);
     params_.dtype = params_.low_dtype = check_.dtype();

@@ -1,16 +1,39 @@
-// Linear layers of several kinds of operands (fp8.cpp, linear.cpp): their low-rank terms, and launches of
-// rows at one distance.
+// Linear layers of several kinds of operands (fp8.cpp, linear.cpp, lora_down.cpp): checks of x, low-rank
+// terms, and launches of rows at one distance.
 #pragma once
 
 #include <cstdint>
 
-#include "../arguments.h"
+#include "../output.h"
 
 namespace h100_diffusers_kernels {
 
 inline int32_t torch_dtype(DType dtype) {
   if (dtype == DType::kFloat32) return aoti_torch_dtype_float32();
   return dtype == DType::kFloat16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
+}
+
+// x's number of features is a multiple of this one.
+inline void check_in_features(const ArgumentChecker& x, int64_t multiple) {
+  if (x.hidden() < multiple || x.hidden() % multiple != 0)
+    fail(x.operation(), "x must have a last dimension that is a positive multiple of ", multiple, ", got ",
+         x.hidden());
+}
+
+// x_scale has one value a row, or one for each block of a row. Returns whether for each block.
+inline bool check_x_scale(const ArgumentChecker& x, const Tensor& x_scale) {
+  x.same_device("x_scale", x_scale);
+  x.float32("x_scale", x_scale);
+  Sizes of_rows = x.shape(), of_blocks = x.shape();
+  of_rows.back() = 1;
+  of_blocks.back() = fp8_blocks(x.hidden());
+  const std::span<const int64_t> sizes = x_scale.sizes();
+  const auto has = [&](const Sizes& shape) { return std::ranges::equal(sizes, shape); };
+  if (!has(of_rows) && !has(of_blocks))
+    fail(x.operation(), "x_scale must have shape ", to_string(of_rows), " or ", to_string(of_blocks),
+         ", got ", to_string(sizes));
+  x.contiguous("x_scale", x_scale);
+  return !has(of_rows);
 }
 
 struct LowRankNames {

@@ -29,11 +29,10 @@ from .fp8 import (
     linear_gated_residual_fp8,
     linear_gelu_fp8,
     linears_fp8,
-    lora_down_fp8,
     quantize_fp8,
 )
 from .group_norm import group_norm
-from .linear import linears_lora
+from .linear import linears_lora, lora_down
 from .norm import (
     gated_residual,
     gated_residual_layer_norm_modulate,

@@ -35,6 +35,7 @@ _PUBLIC_NAMES = {
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
     **{f"{name}_row": name for name in ("scale", "shift", "gate")},
     **{f"{one}_{i}": f"{many}[{i}]" for one, many in _SEQUENCES.items() for i in range(3)},
+    **{f"down_{i}": f"downs[{i}]" for i in range(12)},
 }
 
 _are_transforms_active = torch._C._are_functorch_transforms_active

@@ -15,7 +15,6 @@ from .calls import (
     dtype_name,
     fail,
     layers_of,
-    number,
     out_tensors,
     plain_call,
     refuse_type,
@@ -257,31 +256,3 @@ def _linear_gelu_fp8_out_fake(x, x_scale, weight, weight_scale, *_):
 def _linear_gated_residual_fp8_fake(residual, x, x_scale, weight, weight_scale, *_):
     required(x, x_scale, weight, weight_scale)
     return residual.new_empty(residual.shape)
-
-
-_lora_down_fp8 = plain_call("lora_down_fp8")
-
-
-def lora_down_fp8(x: Tensor, x_scale: Tensor, down: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """LoRA's first product, of an FP8 input: ``alpha * (x * x_scale) @ down.T``.
-
-    No input may require grad.
-
-    Args:
-        x, x_scale: as for ``linear_fp8``.
-        down: ``(R, K)``, bfloat16 or float16, contiguous and aligned to 16 bytes; R is a multiple of 8 up to
-            1024, for example the sum of several layers' ranks.
-        alpha: a factor of the product.
-
-    Returns:
-        A tensor ``(..., R)`` of down's dtype. Sums are float32, and the result is rounded once.
-
-    Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
-    """
-    return _lora_down_fp8(x, x_scale, down, number("lora_down_fp8", "alpha", alpha))
-
-
-@torch.library.register_fake(add_op_namespace_prefix("lora_down_fp8"))
-def _lora_down_fp8_fake(x, x_scale, down, _):
-    required(x_scale)
-    return x.new_empty((*x.shape[:-1], *down.shape[:1]), dtype=down.dtype)

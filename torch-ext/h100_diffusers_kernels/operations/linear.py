@@ -1,4 +1,4 @@
-"""Linear layers with low-rank terms. They have no derivatives."""
+"""Linear layers with low-rank terms, and the terms' first products. They have no derivatives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .calls import (
     APPROXIMATIONS,
     fail,
     layers_of,
+    number,
     out_tensors,
     plain_call,
     refuse_type,
@@ -101,3 +102,64 @@ def _linears_lora_fake(
 @torch.library.register_fake(add_op_namespace_prefix("linears_lora_out"))
 def _linears_lora_out_fake(x, weight_0, *_):
     required(x, weight_0)
+
+
+_lora_down = plain_call("lora_down")
+_MAX_DOWNS = 12
+# What the operator takes for absent matrices, and their scales.
+_NO_DOWNS, _ONES = (None,) * _MAX_DOWNS, (1.0,) * _MAX_DOWNS
+
+
+def lora_down(
+    x: Tensor,
+    downs: Sequence[Tensor],
+    scales: Optional[Sequence[float]] = None,
+    x_scale: Optional[Tensor] = None,
+) -> Tensor:
+    """LoRA's first products of one input and the matrices of several adapters and layers, in one launch:
+    ``scale * (x * x_scale) @ down.T`` of each matrix, next to each other.
+
+    No input may require grad.
+
+    Args:
+        x: ``(..., K)``, contiguous and aligned to 16 bytes: float8_e4m3fn with x_scale, where K is a multiple
+            of 16, or of downs' dtype without it, where K is a multiple of 8.
+        downs: 1 to 12 tensors ``(R, K)``, each with its own R, all bfloat16 or all float16, contiguous and
+            aligned to 16 bytes.
+        scales: a factor of each product, or None for 1.
+        x_scale: as for ``linear_fp8``, or None.
+
+    Returns:
+        A tensor ``(..., C)`` of downs' dtype. The columns of each matrix begin at a multiple of 8, and those
+        between are 0 if x is finite: C is the sum of all R, each rounded up to a multiple of 8, and at most
+        1024. Sums are float32, and the result is rounded once.
+
+    Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
+    """
+    if not isinstance(downs, (tuple, list)):
+        refuse_type("lora_down", "downs", "a tuple or list", downs)
+    count = len(downs)
+    if not 1 <= count <= _MAX_DOWNS:
+        fail("lora_down", f"downs must hold 1 to {_MAX_DOWNS} tensors, got {count}")
+    for i, down in enumerate(downs):  # The operator takes None for those that are absent.
+        if not isinstance(down, Tensor):
+            refuse_type("lora_down", f"downs[{i}]", "a tensor", down)
+    if scales is None:
+        return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *_ONES)
+    if not isinstance(scales, (tuple, list)):
+        refuse_type("lora_down", "scales", "a tuple, a list or None", scales)
+    if len(scales) != count:
+        fail("lora_down", f"scales must hold {count} numbers, got {len(scales)}")
+    for scale in scales:
+        if type(scale) is not float:
+            scales = [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
+            break
+    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
+
+
+@torch.library.register_fake(add_op_namespace_prefix("lora_down"))
+def _lora_down_fake(x, x_scale, *downs_and_scales):
+    downs = [down for down in downs_and_scales[:_MAX_DOWNS] if down is not None]
+    required(x, downs_and_scales[0])
+    columns = sum(-(-down.shape[0] // 8) * 8 for down in downs)
+    return x.new_empty((*x.shape[:-1], columns), dtype=downs[0].dtype)
