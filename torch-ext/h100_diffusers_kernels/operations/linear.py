@@ -21,6 +21,9 @@ from .calls import (
     shown,
 )
 
+_SEQUENCES = (tuple, list)
+_NO_GELU, _NOTHING = (False, False), (None,) * 12
+
 _linears_lora = plain_call("linears_lora")
 _linears_lora_out = plain_call("linears_lora", "linears_lora_out")
 
@@ -71,23 +74,40 @@ def linears_lora(
 
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
-    operation = "linears_lora"
-    has_gelu, tanh = _gelu(approximate)
-    given = {"weights": weights, "lows": lows, "ups": ups}
-    for name in ("lows", "ups"):
-        if not isinstance(given[name], (tuple, list)):
-            refuse_type(operation, name, "a tuple or list", given[name])
-    layers = layers_of(
-        operation, {"weights": weights}, {"lows": lows, "ups": ups, "biases": biases}, minimum=1
-    )
-    arguments = [tensor for layer in layers for tensor in layer]
-    missing = [None] * (12 - len(arguments))
+    gelu = _NO_GELU if approximate is None else _gelu(approximate)
+    count = len(weights) if type(weights) in _SEQUENCES else 0
+    if (  # ``layers_of`` explains what is wrong otherwise
+        not 1 <= count <= 3
+        or type(lows) not in _SEQUENCES
+        or type(ups) not in _SEQUENCES
+        or type(biases) not in _SEQUENCES
+        or not len(lows) == len(ups) == len(biases) == count
+        or None in weights
+    ):
+        biases = _explained(weights, lows, ups, biases)
+    arguments: list[Any] = []
+    for layer in zip(weights, lows, ups, biases):
+        arguments += layer
+    missing = _NOTHING[4 * count :]
     if out is None:
-        return tuple(_linears_lora(x, *arguments, *missing, has_gelu, tanh))
-    out = out_tensors(operation, out, "(first, ...)", len(layers))
-    return _linears_lora_out(
-        x, *arguments, *missing, has_gelu, tanh, *out, *[None] * (3 - len(out)), written=out
+        return tuple(_linears_lora(x, *arguments, *missing, *gelu))
+    out = out_tensors("linears_lora", out, "(first, ...)", count)
+    outs = (*out, *_NOTHING[: 3 - count])
+    return _linears_lora_out(x, *arguments, *missing, *gelu, *outs, written=out)
+
+
+def _explained(weights: Any, lows: Any, ups: Any, biases: Any) -> Sequence[Optional[Tensor]]:
+    """The biases, if nothing is wrong with the sequences."""
+    for name, given in (("lows", lows), ("ups", ups)):
+        if not isinstance(given, (tuple, list)):
+            refuse_type("linears_lora", name, "a tuple or list", given)
+    layers_of(
+        "linears_lora",
+        {"weights": weights},
+        {"lows": lows, "ups": ups, "biases": biases},
+        minimum=1,
     )
+    return [None] * len(weights) if biases is None else biases
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linears_lora"))

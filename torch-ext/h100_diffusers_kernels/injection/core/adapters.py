@@ -32,8 +32,8 @@ from .checks import KnownClass, class_name, is_stock, runs_class_forward
 
 _LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
-_MAX_DOWNS = 12  # of ``lora_down``
-_RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
+MAX_DOWNS = 12  # of ``lora_down``
+RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
 _UNMERGES = "has merged weights that this call takes off again"
 
 
@@ -203,7 +203,7 @@ def packed_downs(downs: Sequence[Tensor], scales: Sequence[Any]) -> tuple[Tensor
     parts = []
     for down, own in zip(downs, scales):
         parts.append(down if is_shared else down * own)
-        missing = -down.shape[0] % _RANK_STEP
+        missing = -down.shape[0] % RANK_STEP
         if missing:
             parts.append(down.new_zeros(missing, down.shape[1]))
     return torch.cat(parts) if len(parts) > 1 else parts[0], scale if is_shared else 1.0
@@ -211,7 +211,7 @@ def packed_downs(downs: Sequence[Tensor], scales: Sequence[Any]) -> tuple[Tensor
 
 def first_product(x: Tensor, x_scale: Tensor | None, downs: list, scales: list) -> Tensor:
     """``lora_down`` of terms with these downs and scales."""
-    if len(downs) > _MAX_DOWNS or not all(type(scale) is float for scale in scales):
+    if len(downs) > MAX_DOWNS or set(map(type, scales)) != {float}:
         down, scale = packed_downs(downs, scales)
         downs, scales = [down], [scale]
     return operations.lora_down(x, downs, scales, x_scale)
@@ -222,7 +222,7 @@ def packed_up(terms: tuple[Lora, ...]) -> Tensor:
     ups = []
     for term in terms:
         up = term[1]
-        missing = -up.shape[1] % _RANK_STEP
+        missing = -up.shape[1] % RANK_STEP
         ups.append(torch.nn.functional.pad(up, (0, missing)) if missing else up)
     return ups[0] if len(ups) == 1 else torch.cat(ups, 1)
 

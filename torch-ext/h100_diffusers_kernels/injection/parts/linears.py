@@ -53,7 +53,7 @@ from ..quantized.fp8_linears import (
     fp8_weights_for,
     has_plain_weight,
 )
-from .lora import lora_linears, lora_products, lora_results
+from .lora import lora_products, lora_results
 
 DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
@@ -76,12 +76,9 @@ def linear(layer: Any, x: Any) -> Tensor:
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
     if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
-        weights = None if has_plain_weight(layer) else fp8_weights_for(x, layer)
-        if weights is not None:
-            return fp8_product(quantized_rows(x), weights[layer])
-        results = lora_linears(as_tensor(x), layer)
-        if results is not None:
-            return results[0]
+        result = adapted_linear(layer, x)
+        if result is not None:
+            return result
     elif is_stock(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
@@ -93,6 +90,17 @@ def linear(layer: Any, x: Any) -> Tensor:
             x = as_tensor(x) if type(x) is QuantizedRows else x
             return torch.nn.functional.linear(x, weight, bias)
     return run_layer(layer, as_tensor(x))
+
+
+def adapted_linear(layer: Any, x: Any) -> Tensor | None:
+    """``layer(x)`` of a layer that peft has wrapped; None if peft has to compute it. x may be quantized."""
+    is_plain = type(layer._modules["base_layer"]._parameters.get("weight")) in PLAIN_TYPES
+    weights = None if is_plain else fp8_weights_for(x, layer)
+    if weights is not None:
+        return fp8_product(quantized_rows(x), weights[layer])
+    x = as_tensor(x) if type(x) is QuantizedRows else x
+    products = lora_products(x, layer)
+    return None if products is None else lora_results(x, products)[0]
 
 
 def run_layer(layer: Any, x: Tensor) -> Tensor:
@@ -113,8 +121,10 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         return [linear(layer, x) for layer in layers]
     are_plain = is_stock(layers[0], LINEAR, *layers[1:])
     if not are_plain and any(map(is_adapted, layers)):
-        results = lora_linears(x, *layers)
-        return [linear(layer, x) for layer in layers] if results is None else results
+        products = lora_products(x, *layers)
+        if products is not None:
+            return lora_results(x, products)
+        return [linear(layer, x) for layer in layers]
     each = []
     for layer in layers:
         parameters = layer._parameters
@@ -489,11 +499,12 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
 
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
     """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
-    is_lora = type(layer) is not LINEAR.cls and is_adapted(layer)
-    if is_lora and isinstance(x, Tensor) and plain_weight(layer) is None:
-        results = lora_linears(x, layer, approximate=approximate)
-        if results is not None:
-            return results[0]
+    if type(layer) is not LINEAR.cls and isinstance(x, Tensor):
+        layer = without_adapters_at_rest(layer)
+        if is_adapted(layer):
+            products = lora_products(x, layer)
+            if products is not None:
+                return lora_results(x, products, approximate)[0]
     if (
         isinstance(x, Tensor)
         and approximate == "tanh"

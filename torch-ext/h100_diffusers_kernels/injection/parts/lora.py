@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ... import operations
-from ...operations.conditions import PLAIN_TYPES, is_differentiated, kernels_take
+from ...operations.conditions import PLAIN_TYPES, kernels_take
 from ..core.adapters import (
-    are_operands,
+    MAX_DOWNS,
+    RANK_STEP,
     first_product,
     packed_downs,
     packed_up,
@@ -29,9 +31,11 @@ from ..core.quantized_rows import QuantizedRows
 MIN_ROWS = {"cuda": 256, "cpu": 1 << 40}
 _MAX_LAYERS = 3  # of linears_lora
 _DTYPES = (torch.bfloat16, torch.float16)
+_FLOATS = frozenset((float,))
 
-# A layer's product that is yet to be computed: weight, bias, and low and up of its adapters, or None.
-Product = tuple[Tensor, Any, Any, Any]
+# A layer's product that is yet to be computed: weight, bias, low and up of its adapters, or None, and whether
+# the package's products take them.
+Product = tuple[Tensor, Any, Any, Any, bool]
 
 
 class LaterProduct:
@@ -43,73 +47,76 @@ class LaterProduct:
         self.x, self.product = x, product
 
 
-def lora_linears(x: Any, *layers: Any, approximate: str | None = None) -> Sequence[Tensor] | None:
-    """``layer(x)`` of layers of which peft has wrapped some, or their GELU. None if the layers' weights are
-    not plain, or peft has to compute one."""
-    products = lora_products(x, *layers)
-    return None if products is None else lora_results(x, products, approximate)
-
-
 def lora_products(x: Any, *layers: Any) -> list[Product] | None:
-    """The products of layers of which peft has wrapped some; None as in ``lora_linears``."""
+    """The products of layers of which peft has wrapped some. None if the layers' weights are not plain, or
+    peft has to compute one."""
     found = read_adapters(*layers)
-    if found is None or type(x) is QuantizedRows or not kernels_take(x) or is_differentiated(x):
+    if (
+        found is None
+        or type(x) is QuantizedRows
+        or not kernels_take(x)
+        or forward_ad._current_level >= 0  # ``is_differentiated``, inlined
+        or torch._C._are_functorch_transforms_active()
+    ):
         return None
     dtype, device, tracks_grad = x.dtype, x.device, torch.is_grad_enabled()
-    downs, scales, are_aligned = [], [], True
+    if tracks_grad and x.requires_grad:
+        return None
+    downs: list[Tensor] = []
+    scales: list[Any] = []
+    is_alike, has_biases = True, False
     for base, terms in found:
         parameters = base._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if (
-            type(weight) not in PLAIN_TYPES
-            or "bias" not in parameters
-            or weight.dtype is not dtype
-            or weight.device != device
-            or (tracks_grad and weight.requires_grad)
-        ):
+        weight = parameters.get("weight")
+        if type(weight) not in PLAIN_TYPES or "bias" not in parameters:
             return None
-        if bias is not None and (
-            type(bias) not in PLAIN_TYPES
-            or bias.dtype is not dtype
-            or (tracks_grad and bias.requires_grad)
-        ):
-            return None
-        if terms:
-            if not are_operands(terms, x):
-                return None
-            for term in terms:
-                downs.append(term[0])
-                scales.append(term[3])
-        are_aligned = are_aligned and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+        tensors = [weight, parameters["bias"]]
+        for down, up, bias, scale in terms:
+            downs.append(down)
+            scales.append(scale)
+            tensors += down, up, bias
+            has_biases = has_biases or bias is not None
+        for tensor in tensors:
+            if tensor is not None:
+                if (
+                    type(tensor) not in PLAIN_TYPES
+                    or tensor.dtype is not dtype
+                    or tensor.device != device
+                    or (tracks_grad and tensor.requires_grad)
+                ):
+                    return None
+                # Files mapped into memory have any alignment.
+                is_alike = is_alike and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    may_launch = (
+        is_alike
+        and dtype in _DTYPES
+        and x.shape[-1] % 8 == 0
+        and x.is_contiguous()
+        and x.numel() >= MIN_ROWS[device.type] * x.shape[-1]
+        and x.data_ptr() % 16 == 0
+    )
     low: Any = None
-    if downs:
-        if are_aligned and _runs_kernel(x):
-            low = first_product(x, None, downs, scales)
-        else:
-            down, scale = packed_downs(downs, scales)
-            low = _scaled_linear(x, down, scale)
+    if downs and may_launch and len(downs) <= MAX_DOWNS and _FLOATS.issuperset(map(type, scales)):
+        low = operations.lora_down(x, downs, scales)
+    elif downs and may_launch:
+        low = first_product(x, None, downs, scales)
+    elif downs:
+        low = _scaled_linear(x, *packed_downs(downs, scales))
     products: list[Product] = []
     begin = 0
     for base, terms in found:
         parameters = base._parameters
         bias, of_layer, up = parameters["bias"], None, None
         if terms:
-            up, bias = packed_up(terms), with_lora_bias(bias, terms)
+            up = terms[0][1] if len(terms) == 1 else None
+            if up is None or up.shape[1] % RANK_STEP:
+                up = packed_up(terms)
+            bias = with_lora_bias(bias, terms) if has_biases else bias
             end = begin + up.shape[1]
             of_layer = low if len(found) == 1 else low[..., begin:end]
             begin = end
-        products.append((parameters["weight"], bias, of_layer, up))
+        products.append((parameters["weight"], bias, of_layer, up, may_launch))
     return products
-
-
-def _runs_kernel(x: Tensor) -> bool:
-    return (
-        x.dtype in _DTYPES
-        and x.shape[:-1].numel() >= MIN_ROWS[x.device.type]
-        and x.shape[-1] % 8 == 0
-        and x.is_contiguous()
-        and x.data_ptr() % 16 == 0
-    )
 
 
 def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -126,15 +133,15 @@ def lora_results(
 ) -> Sequence[Tensor]:
     """The results of products of x, or their GELU with this approximation, written to ``out`` if that is
     given: for each a tensor (..., N) in which each sample is contiguous."""
-    weights, biases, lows, ups = zip(*products)
-    if None not in ups and len(ups) <= _MAX_LAYERS and _runs_kernel(x):
+    weights, biases, lows, ups, may_launch = zip(*products)
+    if may_launch[0] and None not in ups and len(ups) <= _MAX_LAYERS:
         return operations.linears_lora(
             x, weights, lows, ups, biases, approximate=approximate, out=out
         )
     results = []
     for i, product in enumerate(products):
         place = None if out is None else out[i]
-        result = _result(x, *product, place)
+        result = _result(x, *product[:4], place)
         if approximate is not None:
             gelu = operations.gelu(result, approximate)
             result = gelu if place is None else place.copy_(gelu)

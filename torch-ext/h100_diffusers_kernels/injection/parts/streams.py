@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...operations.conditions import an
-from ..core.adapters import is_adapted, read_adapters
+from ..core.adapters import is_adapted
 from ..core.checks import (
     KnownClass,
     KnownClasses,
@@ -30,7 +30,7 @@ from ..core.checks import (
 from ..core.patch import Call, Injection, PatchSpec, bare_stand_in
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..quantized.fp8_linears import are_fp8
-from .linears import SILU, linear, plain_weight
+from .linears import SILU, adapted_linear, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
@@ -402,9 +402,13 @@ def linear_of_silu(
     """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
     plain = plain_weight(layer)
     if plain is None:
+        if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
+            result = adapted_linear(layer, call.shared(name, temb, torch.nn.functional.silu))
+            if result is not None:
+                return result
         if previous_x is not None and not may_run_ahead(layer, previous_x):
             return None
-        if are_fp8(layer) or (is_adapted(layer) and read_adapters(layer) is not None):
+        if are_fp8(layer):
             return linear(layer, call.shared(name, temb, torch.nn.functional.silu))
         return layer(torch.nn.functional.silu(temb))  # not shared: the layer may write to it
     if previous_x is not None and plain[0].device != previous_x.device:

@@ -30,6 +30,7 @@ from ...operations.conditions import (
 )
 from ..core import checks
 from ..core.adapters import (
+    RANK_STEP,
     Lora,
     are_operands,
     below_adapters,
@@ -184,18 +185,21 @@ def fp8_fits(layer: Any, found: Fp8Weight, x: Any, features: int) -> bool:
 def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     """Each layer's weight if all are plain FP8 layers that take x, which may be quantized then. Or None."""
     weights: dict[Any, Fp8Weight] = {}
+    unadapted = []
     is_traced = None if len(layers) == 1 else torch.compiler.is_dynamo_compiling()
     for layer in layers:
         found = None if layer is None else fp8_weight(layer, is_traced)
         if found is None:
             return None
         weights[layer] = found
+        if "base_layer" not in layer._modules:
+            unadapted.append(layer)
     if type(x) is not QuantizedRows and not fp8_takes(x):
         return None
     for layer, found in weights.items():
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
-    return weights if are_stock_linears(*layers) else None
+    return weights if not unadapted or are_stock_linears(*unadapted) else None
 
 
 def has_plain_weight(layer: Any) -> bool:
@@ -230,7 +234,9 @@ def _first_products(x: QuantizedRows, groups: list[tuple[Lora, ...]]) -> dict[in
     low = first_product(x.values, x.scale, downs, scales)
     lows, begin = {}, 0
     for terms in groups:
-        up = packed_up(terms)
+        up = terms[0][1] if len(terms) == 1 else None
+        if up is None or up.shape[1] % RANK_STEP:
+            up = packed_up(terms)
         end = begin + up.shape[1]
         lows[id(terms)] = (terms, low[..., begin:end], up)
         begin = end
