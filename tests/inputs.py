@@ -686,6 +686,8 @@ def _with_pair_tables(arguments, heads, is_complex):
 def without_optional(name, arguments):
     """The same call without optional arguments, except those that affect the meaning of its tensors."""
     parameters, left_out = parameters_of(name), {*optional_tensors(name)}
+    if operation_of(name) == "lora_down" and name != LORA_DOWN_OF_16_BITS:
+        return {key: arguments[key] for key in ("x", "downs", "x_scale")}
     kept = ["rope", "k_rope", "sin", "heads", "return_lse"]
     operation = TABLE.get(operation_of(name).removesuffix("_fp8"), Operation())
     if not left_out >= {*operation.modulations}:

@@ -4,10 +4,10 @@ Layers that read the same input are a group: query, key and value of FLUX.1 and 
 of their feed-forwards. Modes are
 
 - none: the layers without an adapter, GELU in cuBLAS' epilogue;
-- ours: one first product for the group, and linears_lora;
-- addmm: the same first product, then PyTorch's products into the results;
+- ours: one lora_down for the group, and linears_lora;
+- addmm: PyTorch's product with the concatenated matrices, then those into the results;
 - peft: peft's expression for each layer;
-- fp8 none, fp8 ours: FP8 products without an adapter, and lora_down_fp8 with the terms in the products.
+- fp8 none, fp8 ours: FP8 products without an adapter, and lora_down with the terms in the products.
 
 All take turns, back to back, because power limits a GPU. Errors are relative L2 distances from float64, of the
 first 256 rows. Writes to benchmarks/results/lora:
@@ -87,15 +87,16 @@ def modes_of(
     x8 = kernel.quantize_fp8(x)
     weights, ups = [layer.weight for layer in layers], [layer.up for layer in layers]
     biases = [layer.bias for layer in layers]
+    downs, scales = [layer.down for layer in layers], [scale] * len(layers)
     unused = x.new_empty(1)
     approximate = "tanh" if has_gelu else None
 
-    def down() -> Tensor:
-        downs = [layer.down for layer in layers]
-        return downs[0] if len(downs) == 1 else torch.cat(downs)
-
     def lows() -> list[Tensor]:
-        product = torch.addmm(unused, x, down().t(), beta=0, alpha=scale)
+        return list(kernel.lora_down(x, downs, scales).split(ranks, dim=1))
+
+    def addmm_lows() -> list[Tensor]:
+        down = downs[0] if len(downs) == 1 else torch.cat(downs)
+        product = torch.addmm(unused, x, down.t(), beta=0, alpha=scale)
         return list(product.split(ranks, dim=1))
 
     def activated(result: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def modes_of(
 
     def addmm() -> list[Tensor]:
         results = []
-        for layer, low in zip(layers, lows(), strict=True):
+        for layer, low in zip(layers, addmm_lows(), strict=True):
             result = F.linear(x, layer.weight, layer.bias)
             results.append(activated(result.addmm_(low, layer.up.t())))
         return results
@@ -128,7 +129,7 @@ def modes_of(
     def fp8(has_lora: bool) -> Any:
         each: list[dict[str, Tensor]] = [{} for _ in layers]
         if has_lora:
-            products = kernel.lora_down_fp8(*x8, down(), alpha=scale).split(ranks, dim=1)
+            products = kernel.lora_down(x8[0], downs, scales, x8[1]).split(ranks, dim=1)
             each = [{"low": low, "up": up} for low, up in zip(products, ups, strict=True)]
         if len(layers) == 1:
             operands = (*x8, *layers[0].fp8, biases[0])
