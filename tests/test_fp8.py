@@ -337,7 +337,14 @@ def tensor_arguments(name):
 
 OF_TENSORS = [(name, argument) for name in PLAIN_OPERATIONS for argument in tensor_arguments(name)]
 # The same of one operation for each operator.
-OPERATORS = {"quantize_fp8", "linears_lora", *FP8_PRODUCTS, "lora_down", "rms_norm_fp8", "geglu_fp8"}
+OPERATORS = {
+    "quantize_fp8",
+    "linears_lora",
+    *FP8_PRODUCTS,
+    "lora_down",
+    "rms_norm_fp8",
+    "geglu_fp8",
+}
 OPERATORS.add("gated_residual_layer_norm_modulate_fp8")
 
 
@@ -668,7 +675,9 @@ def test_mistakes_when_traced(kernel, device, name, argument, number):
 
 def test_lora_down_of_too_many_columns(kernel, device):
     _, arguments = sample(kernel, "lora_down", dtype=torch.bfloat16, device=device)
-    arguments["downs"] = [torch.zeros(n, 256, dtype=torch.bfloat16, device=device) for n in (1000, 17, 7)]
+    arguments["downs"] = [
+        torch.zeros(n, 256, dtype=torch.bfloat16, device=device) for n in (1000, 17, 7)
+    ]
     text = "downs must have at most 1024 rows, each number rounded up to a multiple of 8, got 1032"
     assert outcome(kernel.lora_down, arguments) == (ValueError, f"lora_down: {text}")
 

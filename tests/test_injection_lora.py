@@ -1,7 +1,7 @@
 """Adapters of peft: plain LoRA on the kernels, adapters at rest, and what peft computes itself."""
 
 import copy
-import importlib
+import itertools
 import sys
 
 import peft
@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+import fp8_models
 from adapters import add_lora, linear_layers
 from checks import operators_of, relative_distance
 from families import FAMILIES, every_family, prepared, run
@@ -269,21 +270,22 @@ def frames_of(function):
 
 
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["16 bits", "FP8"])
-def test_python_frames_of_a_block(kernel, device, is_fp8, products_on_kernels):
+def test_python_frames_of_a_double_block(kernel, device, is_fp8, products_on_kernels):
     """With LoRA on all layers, beside none: time of the host."""
-    counts = []
-    for has_lora in (False, True):
-        options = {**KERNEL_HEADS, "single_blocks": 1}
+    if is_fp8:
+        pytest.importorskip("torchao")
+    counts = {}
+    for has_lora, blocks in itertools.product((False, True), (2, 3)):
+        options = {**KERNEL_HEADS, "blocks": blocks, "single_blocks": 1}
         model = FLUX.model(device, torch.bfloat16, **options).requires_grad_(False)
         if is_fp8:
-            pytest.importorskip("torchao")
-            quantize = importlib.import_module("fp8_models").quantize
             for block in FLUX.blocks(model):
-                quantize(block)
+                fp8_models.quantize(block)
         if has_lora:
             add_lora(FLUX, model, rank=8, targets=linear_layers(FLUX, model))
         kernel.inject_kernels(model)
         arguments = FLUX.inputs(device, torch.bfloat16)
         run(model, arguments)
-        counts.append(frames_of(lambda: run(model, arguments)))  # noqa: B023
-    assert counts[1] <= 1.5 * counts[0], counts
+        counts[has_lora, blocks] = frames_of(lambda: run(model, arguments))  # noqa: B023
+    with_lora, without = (counts[has_lora, 3] - counts[has_lora, 2] for has_lora in (True, False))
+    assert with_lora <= 1.5 * without, counts

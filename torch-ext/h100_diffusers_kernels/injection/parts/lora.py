@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ... import operations
-from ...operations.conditions import PLAIN_TYPES, kernels_take
+from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import (
     MAX_DOWNS,
     RANK_STEP,
@@ -25,12 +25,12 @@ from ..core.adapters import (
     read_adapters,
     with_lora_bias,
 )
-from ..core.quantized_rows import QuantizedRows
 
 # With fewer rows PyTorch's products are faster. On CPUs they always are.
 MIN_ROWS = {"cuda": 256, "cpu": 1 << 40}
 _MAX_LAYERS = 3  # of linears_lora
 _DTYPES = (torch.bfloat16, torch.float16)
+_ALL_DTYPES = (*_DTYPES, torch.float32)
 _FLOATS = frozenset((float,))
 
 # A layer's product that is yet to be computed: weight, bias, low and up of its adapters, or None, and whether
@@ -53,9 +53,11 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
     found = read_adapters(*layers)
     if (
         found is None
-        or type(x) is QuantizedRows
-        or not kernels_take(x)
-        or forward_ad._current_level >= 0  # ``is_differentiated``, inlined
+        or type(x) not in PLAIN_TYPES
+        or x.dtype not in _ALL_DTYPES  # ``kernels_take`` and ``is_differentiated``, inlined
+        or x.device.type != KERNEL_DEVICE_TYPE
+        or torch.is_autocast_enabled(KERNEL_DEVICE_TYPE)
+        or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
     ):
         return None

@@ -400,12 +400,12 @@ def linear_of_silu(
     call: Call, layer: Any, temb: Tensor, previous_x: Tensor | None, name: str = "silu"
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
+    if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
+        result = adapted_linear(layer, call.shared(name, temb, torch.nn.functional.silu))
+        if result is not None:
+            return result
     plain = plain_weight(layer)
     if plain is None:
-        if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
-            result = adapted_linear(layer, call.shared(name, temb, torch.nn.functional.silu))
-            if result is not None:
-                return result
         if previous_x is not None and not may_run_ahead(layer, previous_x):
             return None
         if are_fp8(layer):
