@@ -87,12 +87,12 @@ def modes_of(
     x8 = kernel.quantize_fp8(x)
     weights, ups = [layer.weight for layer in layers], [layer.up for layer in layers]
     biases = [layer.bias for layer in layers]
-    downs, scales = [layer.down for layer in layers], [scale] * len(layers)
+    downs, factors = [layer.down for layer in layers], [scale] * len(layers)
     unused = x.new_empty(1)
     approximate = "tanh" if has_gelu else None
 
     def lows() -> list[Tensor]:
-        return list(kernel.lora_down(x, downs, scales).split(ranks, dim=1))
+        return list(kernel.lora_down(x, downs, factors).split(ranks, dim=1))
 
     def addmm_lows() -> list[Tensor]:
         down = downs[0] if len(downs) == 1 else torch.cat(downs)
@@ -129,7 +129,7 @@ def modes_of(
     def fp8(has_lora: bool) -> Any:
         each: list[dict[str, Tensor]] = [{} for _ in layers]
         if has_lora:
-            products = kernel.lora_down(x8[0], downs, scales, x8[1]).split(ranks, dim=1)
+            products = kernel.lora_down(x8[0], downs, factors, x8[1]).split(ranks, dim=1)
             each = [{"low": low, "up": up} for low, up in zip(products, ups, strict=True)]
         if len(layers) == 1:
             operands = (*x8, *layers[0].fp8, biases[0])
