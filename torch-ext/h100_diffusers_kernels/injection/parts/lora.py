@@ -34,7 +34,7 @@ _ALL_DTYPES = (*_DTYPES, torch.float32)
 _FLOATS = frozenset((float,))
 
 # A layer's product that is yet to be computed: weight, bias, low and up of its adapters, or None, and whether
-# the package's products take them.
+# ``linears_lora`` computes it.
 Product = tuple[Tensor, Any, Any, Any, bool]
 
 
@@ -104,20 +104,22 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         low = first_product(x, None, downs, scales)
     elif downs:
         low = _scaled_linear(x, *packed_downs(downs, scales))
-    products: list[Product] = []
-    begin = 0
-    for base, terms in found:
-        parameters = base._parameters
-        bias, of_layer, up = parameters["bias"], None, None
+    ups = []
+    for _, terms in found:
         if terms:
             up = terms[0][1] if len(terms) == 1 else None
-            if up is None or up.shape[1] % RANK_STEP:
-                up = packed_up(terms)
-            bias = with_lora_bias(bias, terms) if has_biases else bias
-            end = begin + up.shape[1]
-            of_layer = low if len(found) == 1 else low[..., begin:end]
-            begin = end
-        products.append((parameters["weight"], bias, of_layer, up, may_launch))
+            ups.append(packed_up(terms) if up is None or up.shape[1] % RANK_STEP else up)
+    lows = [low]
+    if len(ups) > 1:
+        lows = low.split_with_sizes([up.shape[1] for up in ups], -1)
+    products: list[Product] = []
+    pairs = iter(zip(lows, ups))
+    for base, terms in found:
+        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        is_wide = weight.shape[0] >= x.shape[-1]  # otherwise adding to cuBLAS' product is faster
+        of_layer, up = next(pairs) if terms else (None, None)
+        bias = with_lora_bias(bias, terms) if has_biases else bias
+        products.append((weight, bias, of_layer, up, may_launch and is_wide))
     return products
 
 
@@ -136,7 +138,7 @@ def lora_results(
     """The results of products of x, or their GELU with this approximation, written to ``out`` if that is
     given: for each a tensor (..., N) in which each sample is contiguous."""
     weights, biases, lows, ups, may_launch = zip(*products)
-    if may_launch[0] and None not in ups and len(ups) <= _MAX_LAYERS:
+    if False not in may_launch and type(None) not in map(type, ups) and len(ups) <= _MAX_LAYERS:
         return operations.linears_lora(
             x, weights, lows, ups, biases, approximate=approximate, out=out
         )
