@@ -228,6 +228,10 @@ def can_differentiate_forwards(twins):
     return twins.dtype == torch.float32 and has_original_weights(twins) and not twins.uses_data
 
 
+def is_for_adapters(twins):
+    return has_original_weights(twins) or (twins.lora and is_resident(twins))
+
+
 def can_load_weights(twins):
     """torchao's tensors take no values of a state dict."""
     return has_original_weights(twins) and not (twins.adapters or twins.restructured or twins.fp8)
@@ -1141,7 +1145,7 @@ class Twins:
     # Adapters, caches
 
     @action(
-        *(2, 2, lambda t: (has_original_weights(t) or t.lora) and len(t.adapters) < 2),
+        *(2, 2, lambda t: is_for_adapters(t) and len(t.adapters) < 2),
         seed=number(100),
     )
     def add_lora(self, *, seed=1, rank=2, everywhere=False):

@@ -125,8 +125,6 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
         scale = state["scaling"][name]
         if type(scale) is not float and not isinstance(scale, Tensor):
             scale = float(scale)
-        if type(scale) is float and scale == 0:
-            continue
         if name in state["lora_variant"]:
             return f"has {an(class_name(state['lora_variant'][name]))}"
         dropout = modules["lora_dropout"]._modules[name]
@@ -141,6 +139,10 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
             return "has sharded or quantized weights"
         if of_down.get("bias") is not None:
             return "has a bias in lora_A"
+        if type(scale) is float and scale == 0:
+            # Gradients of the adapter are 0, and not missing.
+            if not (torch.is_grad_enabled() and matrices[0].requires_grad):
+                continue
         linears.append(down)
         linears.append(up)
         terms.append(tuple.__new__(Lora, (*matrices, of_up.get("bias"), scale)))
