@@ -17,12 +17,13 @@ def linear_layers(family, model):
     ]
 
 
-def add_lora(family, model, name="default", seed=1, rank=2, targets=None):
+def add_lora(family, model, name="default", seed=1, rank=2, targets=None, alpha=None):
     from peft import LoraConfig
 
     torch.manual_seed(seed)
     how = {"init_lora_weights": False, "target_modules": targets or family.lora_targets}
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, **how), adapter_name=name)
+    alpha = 2 * rank if alpha is None else alpha
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, **how), adapter_name=name)
 
 
 def quantize(module):

@@ -1154,7 +1154,9 @@ class Twins:
 
             def add(model):
                 layers = adapters.linear_layers(self.family, model) if everywhere else None
-                adapters.add_lora(self.family, model, name, seed, rank, layers)
+                # FP8 inputs of an adapter's first product are as exact as those of the layers.
+                alpha = rank / 4 if self.fp8 else None
+                adapters.add_lora(self.family, model, name, seed, rank, layers, alpha)
 
             self.apply(add)
             self.adapters.append(name)

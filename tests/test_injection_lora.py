@@ -66,6 +66,7 @@ def test_active_adapters(kernel, device, family, peft_calls):
 
 
 @every_family
+@pytest.mark.drawn(times=0, period=5)
 def test_active_adapters_in_16_bits(kernel, device, family, peft_calls, products_on_kernels):
     plain = family.model(device, torch.bfloat16, **KERNEL_HEADS)
     model, plain, _ = injected(kernel, plain, lambda model: add_adapters(family, model))

@@ -43,12 +43,10 @@ def numbers(text):
 
 
 def speedups():
-    """Rows of README's table whose ranges its first sentences state: of the named models, without a LoRA."""
+    """Rows of README's table whose ranges its first sentences state: of the named models."""
     names = tuple(re.split(r", | and ", figure("README.md", "pipelines_named")))
     rows = table("README.md", "summary_pipelines")
-    return [
-        row for row in rows if row["pipeline"].startswith(names) and "LoRA" not in row["pipeline"]
-    ]
+    return [row for row in rows if row["pipeline"].startswith(names)]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CARD.md", "docs/upstream.md"])
@@ -67,9 +65,9 @@ def test_each_named_model_has_a_row():
 def test_other_rows_are_named_beside_the_table():
     prose = render_docs.TABLE.sub("", PAGES["README.md"])
     others = [r for r in table("README.md", "summary_pipelines") if r not in speedups()]
-    for word in ("LoRA", "Stable Diffusion XL", "HunyuanVideo 1.5"):
+    for word in ("Stable Diffusion XL", "HunyuanVideo 1.5"):
         assert word in prose and any(word in row["pipeline"] for row in others)
-    assert all(re.search("LoRA|XL|Hunyuan", row["pipeline"]) for row in others)
+    assert all(re.search("XL|Hunyuan", row["pipeline"]) for row in others)
 
 
 def test_ratios_follow_from_the_seconds_beside_them():

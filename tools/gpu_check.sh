@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
 # [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [quality]
-# [energy] [host_forward] [graphs] [fp8_models] [parallel] [sequences]
+# [energy] [host_forward] [graphs] [fp8_models] [adapters] [parallel] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -25,7 +25,7 @@ FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
 STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part every_model
-  pipelines quality energy host_forward graphs fp8_models parallel sequences)
+  pipelines quality energy host_forward graphs fp8_models adapters parallel sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -67,7 +67,7 @@ step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 # Compared with Liger, QuACK and FlashAttention-3 if requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
-  for name in norm group_norm gated_residual rope activation softmax fp8 attention host; do
+  for name in norm group_norm gated_residual rope activation softmax fp8 lora attention host; do
     echo "--- $name"
     "$PYTHON" "benchmarks/operations/bench_$name.py" || status=1
   done
@@ -133,9 +133,13 @@ step_parallel() {
 
 # Random sequences of user actions on an injected model, with and without CUDA graphs and FP8 layers: $SEQUENCES
 # per family and kind, from $FIRST_SEED on.
+step_adapters() {
+  "$PYTHON" benchmarks/models/bench_adapters.py
+}
+
 step_sequences() {
   local status=0 kind
-  for kind in "" --graphs --fp8 "--fp8 --graphs"; do
+  for kind in "" --graphs --fp8 "--fp8 --graphs" --lora "--lora --fp8" "--lora --graphs"; do
     echo "--- random sequences $kind"
     "$PYTHON" tests/random_sequences.py $kind --device cuda \
       --sequences "$SEQUENCES" --first-seed "$FIRST_SEED" --processes 14 || status=1

@@ -29,6 +29,7 @@ import render_plots
 from documents import (  # noqa: F401
     CHECKOUT,
     fp8,
+    lora,
     operations,
     pipelines,
     whole_models,

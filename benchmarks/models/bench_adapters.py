@@ -1,14 +1,14 @@
-"""Denoising with LoRA adapters: none, at rest, one, two, of a high rank, fused; injected, in FP8 and as graphs.
+"""Denoising with LoRA adapters: none, at rest, one, two, of a high rank, fused; also in FP8 and as graphs.
 
 A sample is as many forwards of a published model as --steps says, back to back, as in a denoising loop. The
 adapters have random weights, on all linear layers of the blocks. One injected model has all of them, and its
 states take turns with a model that never had any. Also recorded: the first forward after a change of the
-state, the seconds of the change, and the memory that a forward takes. Writes to benchmarks/results/adapters:
+state, the seconds of the change, and the memory that a forward takes. FLUX.1 has all its blocks. Writes to
+benchmarks/results/adapters:
 
-    python benchmarks/models/bench_adapters.py --model flux --whole --steps 28
-    python benchmarks/models/bench_adapters.py --model wan,qwenimage,ltx --rank 32 --variants injected
-    python benchmarks/models/bench_adapters.py --model sdxl --rank 32 --variants injected+graphs
-    python benchmarks/models/bench_adapters.py --device cpu --tiny --model flux --output /tmp/adapters.json
+    python benchmarks/models/bench_adapters.py
+    python benchmarks/models/bench_adapters.py --models flux --steps 4 --rounds 2
+    python benchmarks/models/bench_adapters.py --device cpu --tiny --models flux --output /tmp/adapters.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import copy
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import clocks, record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, TINY, Models, measure_each
+from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, measure_each
 from benchmarks.models.published import Published
 
 DEPTH = ("num_layers", "num_single_layers")  # arguments that published.py makes small
@@ -41,6 +42,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     FP8: {"precision": "fp8"},
     "injected+graphs": {"cuda_graphs": True},
 }
+# Rank, steps and variants of each model.
+CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "flux": (16, 28, (EAGER, "injected", FP8)),
+    "wan": (32, 8, ("injected",)),
+    "qwenimage": (32, 16, ("injected",)),
+    "ltx": (32, 16, ("injected",)),
+    "sdxl": (32, 30, ("injected+graphs",)),
+}
+WHOLE, WARM_UP_STEPS = ("flux",), 2
 NEVER, DELETED = "never loaded", "deleted"
 HIGH_RANK = 64
 WEIGHTS = "peaked"
@@ -102,9 +112,9 @@ class Loop:
             timing.synchronize(self._device)
             self.samples[name].append(time.perf_counter() - begin)
 
-    def run(self) -> None:
-        forward, device = self._forward, self._device
-        milliseconds = timing.wall_milliseconds(forward, device, self._steps)
+    def run(self, steps: int | None = None) -> None:
+        calls = self._steps if steps is None else steps
+        milliseconds = timing.wall_milliseconds(self._forward, self._device, calls)
         self.samples["step_ms"].append(milliseconds)
 
     def memory(self) -> None:
@@ -143,15 +153,17 @@ def measure_variant(
 
     states = states_of(rank)
     if variant == EAGER:
-        states = {name: change for name, change in states.items() if "of rank" in name}
+        name = f"one of rank {rank}"
+        states = {name: states[name]}
     loops = {NEVER: loop(plain), **{name: loop(adapted) for name in states}}
     for turn in range(-1, rounds):  # the first one warms up
+        turn_steps = WARM_UP_STEPS if turn < 0 else None
         loops[NEVER].first(lambda: None)
-        loops[NEVER].run()
+        loops[NEVER].run(turn_steps)
         for name, change in states.items():
             loops[name].first(lambda change=change: change(adapted))
             loops[name].first(lambda: None)  # a graph is captured in the second call
-            loops[name].run()
+            loops[name].run(turn_steps)
             loops[name].memory()
             if name == "fused":
                 adapted.unfuse_lora()
@@ -184,16 +196,15 @@ def measure_variant(
 def measure(
     published: Published,
     kernel: ModuleType,
-    variants: list[str],
+    variants: Sequence[str],
     rank: int,
     steps: int,
     rounds: int,
     device: torch.device,
     dtype: torch.dtype,
     tiny: bool,
-    whole: bool,
 ) -> dict[str, Any]:
-    if whole and not tiny:
+    if published.key in WHOLE and not tiny:
         published = copy.copy(published)
         published.config = {k: v for k, v in published.config.items() if k not in DEPTH}
     model = published.transformer(device, dtype, tiny)
@@ -236,34 +247,32 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command(help="Time denoising with LoRA adapters in all states.")
-@click.option("--model", "chosen", type=Models(), default="flux", show_default=True)
-@click.option(
-    "--variants", default=f"{EAGER},injected,{FP8}", show_default=True, help="Comma-separated."
-)
-@click.option("--rank", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--models", "chosen", default=",".join(CASES), show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="In place of each model's own number.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--whole", is_flag=True, help="All blocks, of FLUX.1 and relatives.")
 @DEVICE
 @DTYPE
 @TINY
 @record.output_option("adapters")
 @torch.no_grad()
-def main(chosen, variants, rank, steps, rounds, whole, device, dtype, tiny, output) -> None:
+def main(chosen, steps, rounds, device, dtype, tiny, output) -> None:
     kernel, _ = models.load_kernel()
-    given = (rank, steps, rounds, device, dtype, tiny, whole)
     result: dict[str, Any] = {"environment": record.environment(device), "models": []}
     output = record.destination(output, "adapters")
 
-    def run(published: Published) -> None:
-        entry = measure(published, kernel, variants.split(","), *given)
+    def run(key: str) -> None:
+        rank, own_steps, variants = CASES[key]
+        if tiny:
+            variants = tuple(variant for variant in variants if variant in (EAGER, "injected"))
+        given = (rank, steps or own_steps, rounds, device, dtype, tiny)
+        entry = measure(MODELS[key], kernel, variants, *given)
         result["models"].append(entry)
         show(entry)
         if output is not None:
             record.write(output, result)
 
     with clocks.watch(device) as result["clocks"]:
-        measure_each({p.key: lambda p=p: run(p) for p in chosen}, device)
+        measure_each({key: partial(run, key) for key in chosen.split(",")}, device)
     clocks.show(result["clocks"])
     if output is not None:
         record.write(output, result)

@@ -9,8 +9,8 @@ of their feed-forwards. Modes are
 - peft: peft's expression for each layer;
 - fp8 none, fp8 ours: FP8 products without an adapter, and lora_down with the terms in the products.
 
-All take turns, back to back, because power limits a GPU. Errors are relative L2 distances from float64, of the
-first 256 rows. Writes to benchmarks/results/lora:
+All take turns, back to back, because power limits a GPU. Errors are relative L2 distances from float64, of
+the first 256 rows. Writes to benchmarks/results/lora:
 
     python benchmarks/operations/bench_lora.py
     python benchmarks/operations/bench_lora.py --device cpu --tiny --output /tmp/lora.json
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
 import torch
+from bench_fp8 import ERROR_ROWS, activations, medians, sustained
 from tabulate import tabulate
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,7 +39,6 @@ from benchmarks.harness import clocks, record
 from benchmarks.harness.options import DEVICE
 
 from accuracy import finite_distance
-from bench_fp8 import ERROR_ROWS, activations, medians, sustained
 
 # Title, rows, features of the results, features of the input, whether GELU follows.
 GROUPS = (

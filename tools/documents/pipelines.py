@@ -68,6 +68,8 @@ def summary_pipelines(results: Path) -> str:
     run = run_of(results)
     rows = []
     for entry in run["pipelines"]:
+        if entry["name"].endswith("_lora"):
+            continue  # lora.py has a table of adapters
         if models.EAGER_FA3 in entry["modes"]:
             with_fa3 = f"{entry['title']}, with FA3 in eager"
             rows.append(summary_row(label(entry), entry, "eager", models.REGIONAL, None))
@@ -187,16 +189,6 @@ def hunyuan_over_compiled(results: Path) -> str:
 
 
 @figure
-def lora_over_eager(results: Path) -> str:
-    return span([chosen.over(entry, "eager") for entry in runs_of(results, "flux_lora")])
-
-
-@figure
-def lora_over_compiled(results: Path) -> str:
-    return span([best_compiled(entry) for entry in runs_of(results, "flux_lora")])
-
-
-@figure
 def pipelines_rounds(results: Path) -> str:
     return span([entry["rounds"] for entry in entries(results)], 0)
 
@@ -227,11 +219,6 @@ def largest_range(entries: Iterable[dict]) -> str:
 @figure
 def sdxl_range(results: Path) -> str:
     return largest_range(runs_of(results, "sdxl"))
-
-
-@figure
-def lora_range(results: Path) -> str:
-    return largest_range(runs_of(results, "flux_lora"))
 
 
 @figure

@@ -139,10 +139,10 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
             return "has sharded or quantized weights"
         if of_down.get("bias") is not None:
             return "has a bias in lora_A"
-        if type(scale) is float and scale == 0:
-            # Gradients of the adapter are 0, and not missing.
-            if not (torch.is_grad_enabled() and matrices[0].requires_grad):
-                continue
+        # In training the gradients of an adapter of scale 0 are 0, and not missing.
+        is_trained = torch.is_grad_enabled() and matrices[0].requires_grad
+        if type(scale) is float and scale == 0 and not is_trained:
+            continue
         linears.append(down)
         linears.append(up)
         terms.append(tuple.__new__(Lora, (*matrices, of_up.get("bias"), scale)))
