@@ -240,6 +240,24 @@ def test_many_adapters(kernel, device, products_on_kernels):
     assert fallen_back(report) == {}
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["16 bits", "FP8"])
+def test_high_ranks(kernel, device, is_fp8, products_on_kernels):
+    """More columns than one operation takes."""
+    plain = FLUX.model(device, torch.bfloat16, **KERNEL_HEADS).requires_grad_(False)
+    if is_fp8:
+        pytest.importorskip("torchao")
+        for block in FLUX.blocks(plain):
+            fp8_models.quantize(block)
+    model = copy.deepcopy(plain)
+    for each in (model, plain):
+        add_lora(FLUX, each, rank=600, alpha=100)
+    report = kernel.inject_kernels(model)
+    arguments = FLUX.inputs(device, torch.bfloat16)
+    expected = run(fp8_models.eager(plain) if is_fp8 else plain, arguments)
+    assert relative_distance(run(model, arguments), expected) < (0.1 if is_fp8 else 0.03)
+    assert fallen_back(report) == {}
+
+
 def test_gradients_are_pefts(kernel, device, peft_calls):
     model, plain, arguments = prepared(FLUX, device)
     grads = []

@@ -74,19 +74,20 @@ def linears_lora(
 
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
+    of_biases: Any = biases
     gelu = _NO_GELU if approximate is None else _gelu(approximate)
     count = len(weights) if type(weights) in _SEQUENCES else 0
     if (  # ``layers_of`` explains what is wrong otherwise
         not 1 <= count <= 3
         or type(lows) not in _SEQUENCES
         or type(ups) not in _SEQUENCES
-        or type(biases) not in _SEQUENCES
-        or not len(lows) == len(ups) == len(biases) == count
+        or type(of_biases) not in _SEQUENCES
+        or not len(lows) == len(ups) == len(of_biases) == count
         or type(None) in map(type, weights)  # a comparison with tensors would take long
     ):
-        biases = _explained(weights, lows, ups, biases)
+        of_biases = _explained(weights, lows, ups, biases)
     arguments: list[Any] = []
-    for layer in zip(weights, lows, ups, biases):
+    for layer in zip(weights, lows, ups, of_biases):
         arguments += layer
     missing = _NOTHING[4 * count :]
     if out is None:

@@ -32,7 +32,7 @@ from .checks import KnownClass, class_name, is_stock, runs_class_forward
 
 _LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
-MAX_DOWNS = 12  # of ``lora_down``
+MAX_DOWNS, MAX_COLUMNS = 12, 1024  # of ``lora_down``
 RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
 _UNMERGES = "has merged weights that this call takes off again"
 
@@ -211,12 +211,17 @@ def packed_downs(downs: Sequence[Tensor], scales: Sequence[Any]) -> tuple[Tensor
     return torch.cat(parts) if len(parts) > 1 else parts[0], scale if is_shared else 1.0
 
 
-def first_product(x: Tensor, x_scale: Tensor | None, downs: list, scales: list) -> Tensor:
-    """``lora_down`` of terms with these downs and scales."""
-    if len(downs) > MAX_DOWNS or set(map(type, scales)) != {float}:
-        down, scale = packed_downs(downs, scales)
-        downs, scales = [down], [scale]
-    return operations.lora_down(x, downs, scales, x_scale)
+def first_product(
+    x: Tensor, x_scale: Tensor | None, downs: Sequence[Tensor], scales: Sequence[Any]
+) -> Tensor:
+    """``lora_down`` of terms with these downs and scales, of any number and size."""
+    columns = sum([down.shape[0] + RANK_STEP - 1 for down in downs])
+    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and set(map(type, scales)) == {float}:
+        return operations.lora_down(x, downs, scales, x_scale)
+    down, scale = packed_downs(downs, scales)
+    parts = down.split(MAX_COLUMNS)
+    lows = [operations.lora_down(x, [part], [scale], x_scale) for part in parts]
+    return lows[0] if len(lows) == 1 else torch.cat(lows, -1)
 
 
 def packed_up(terms: tuple[Lora, ...]) -> Tensor:

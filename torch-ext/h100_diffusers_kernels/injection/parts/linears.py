@@ -254,12 +254,10 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
         weight, bias = plain
         out = _linear_of_two(first, second, weight, with_lora_bias(bias, terms))
         if terms:
-            down, scale = packed_downs(
-                [term.down for term in terms], [term.scale for term in terms]
-            )
-            low, up = _linear_of_two(first, second, down), packed_up(terms)
-            rows = low.view(-1, low.shape[-1])
-            out.view(-1, out.shape[-1]).addmm_(rows, up.t(), alpha=scale)
+            downs, _, _, scales = zip(*terms)
+            down, factor = packed_downs(downs, scales)
+            low = _linear_of_two(first, second, down).view(-1, down.shape[0])
+            out.view(-1, out.shape[-1]).addmm_(low, packed_up(terms).t(), alpha=factor)
         return out
     return linear(layer, torch.cat([first, second], dim=-1))
 

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from ... import operations
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import (
-    MAX_DOWNS,
     RANK_STEP,
     first_product,
     packed_downs,
@@ -31,7 +30,6 @@ MIN_ROWS = {"cuda": 256, "cpu": 1 << 40}
 _MAX_LAYERS = 3  # of linears_lora
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALL_DTYPES = (*_DTYPES, torch.float32)
-_FLOATS = frozenset((float,))
 
 # A layer's product that is yet to be computed: weight, bias, low and up of its adapters, or None, and whether
 # ``linears_lora`` computes it.
@@ -72,7 +70,7 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         weight = parameters.get("weight")
         if type(weight) not in PLAIN_TYPES or "bias" not in parameters:
             return None
-        tensors = [weight, parameters["bias"]]
+        tensors: list[Any] = [weight, parameters["bias"]]
         for down, up, bias, scale in terms:
             downs.append(down)
             scales.append(scale)
@@ -98,28 +96,27 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         and x.data_ptr() % 16 == 0
     )
     low: Any = None
-    if downs and may_launch and len(downs) <= MAX_DOWNS and _FLOATS.issuperset(map(type, scales)):
-        low = operations.lora_down(x, downs, scales)
-    elif downs and may_launch:
+    if downs and may_launch:
         low = first_product(x, None, downs, scales)
     elif downs:
         low = _scaled_linear(x, *packed_downs(downs, scales))
     ups = []
     for _, terms in found:
         if terms:
-            up = terms[0][1] if len(terms) == 1 else None
-            ups.append(packed_up(terms) if up is None or up.shape[1] % RANK_STEP else up)
-    lows = [low]
+            first = terms[0][1]
+            is_ready = len(terms) == 1 and first.shape[1] % RANK_STEP == 0
+            ups.append(first if is_ready else packed_up(terms))
+    lows: Sequence[Any] = [low]
     if len(ups) > 1:
         lows = low.split_with_sizes([up.shape[1] for up in ups], -1)
     products: list[Product] = []
-    pairs = iter(zip(lows, ups))
+    pairs: Any = iter(zip(lows, ups))
     for base, terms in found:
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         is_wide = weight.shape[0] >= x.shape[-1]  # otherwise adding to cuBLAS' product is faster
-        of_layer, up = next(pairs) if terms else (None, None)
+        low_and_up: Any = next(pairs) if terms else (None, None)
         bias = with_lora_bias(bias, terms) if has_biases else bias
-        products.append((weight, bias, of_layer, up, may_launch and is_wide))
+        products.append((weight, bias, *low_and_up, may_launch and is_wide))
     return products
 
 
