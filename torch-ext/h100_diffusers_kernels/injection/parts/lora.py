@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from ... import operations
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import (
+    MAX_COLUMNS,
+    MAX_DOWNS,
     RANK_STEP,
     first_product,
     packed_downs,
@@ -64,7 +66,7 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         return None
     downs: list[Tensor] = []
     scales: list[Any] = []
-    is_alike, has_biases = True, False
+    is_alike, has_biases, columns = True, False, 0
     for base, terms in found:
         parameters = base._parameters
         weight = parameters.get("weight")
@@ -74,6 +76,7 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         for down, up, bias, scale in terms:
             downs.append(down)
             scales.append(scale)
+            columns += down.shape[0] + RANK_STEP - 1
             tensors += down, up, bias
             has_biases = has_biases or bias is not None
         for tensor in tensors:
@@ -96,10 +99,14 @@ def lora_products(x: Any, *layers: Any) -> list[Product] | None:
         and x.data_ptr() % 16 == 0
     )
     low: Any = None
-    if downs and may_launch:
-        low = first_product(x, None, downs, scales)
-    elif downs:
+    if not downs:
+        pass
+    elif not may_launch:
         low = _scaled_linear(x, *packed_downs(downs, scales))
+    elif len(downs) > MAX_DOWNS or columns > MAX_COLUMNS or {*map(type, scales)} != {float}:
+        low = first_product(x, None, downs, scales)
+    else:
+        low = operations.lora_down(x, downs, scales)
     ups = []
     for _, terms in found:
         if terms:
