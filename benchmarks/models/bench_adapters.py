@@ -44,11 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Rank, steps and variants of each model.
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "flux": (16, 28, (EAGER, "injected", FP8)),
-    "wan": (32, 8, ("injected",)),
-    "qwenimage": (32, 16, ("injected",)),
-    "ltx": (32, 16, ("injected",)),
-    "sdxl": (32, 30, ("injected+graphs",)),
+    "flux": (16, 14, (EAGER, "injected", FP8)),
+    "wan": (32, 4, ("injected",)),
+    "qwenimage": (32, 8, ("injected",)),
+    "ltx": (32, 8, ("injected",)),
+    "sdxl": (32, 16, ("injected+graphs",)),
 }
 WHOLE, WARM_UP_STEPS = ("flux",), 2
 NEVER, DELETED = "never loaded", "deleted"

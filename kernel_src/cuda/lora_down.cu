@@ -38,7 +38,7 @@ struct DownTile {
   // Two blocks overlap their ends. 128 columns need too many registers, and few rows make too few blocks.
   static constexpr int kBlocksPerMultiprocessor = kColumns == 128 || kDepthGroups > 1 ? 1 : 2;
   // Products for which x is loaded at once. Eight of them would spill beside many sums.
-  static constexpr int kStepsAtOnce = kColumns < 64 ? kSteps : 4;
+  static constexpr int kStepsAtOnce = kColumns < 64 ? kSteps : kIsFp8 ? 2 : 4;
   static constexpr uint32_t kXBytes = kRows * kBoxRowBytes, kDownBoxBytes = kColumns * kBoxRowBytes;
   static constexpr uint32_t kStageBytes = kXBytes + kDownBoxes * kDownBoxBytes;
   static constexpr uint32_t kBarrierBytes = 512;
