@@ -73,21 +73,6 @@ def summary_lora(results: Path) -> str:
     return markdown(rows, [*headers, "over none"]) + setup(result)
 
 
-@table
-def lora_layers(results: Path) -> str:
-    """Layers with an adapter beside the layers alone, back to back."""
-    result = load(results, "lora")
-    rows = []
-    for entry in result["lora"]:
-        times = {name: each["median"] for name, each in entry["sustained_microseconds"].items()}
-        row = [entry["group"], str(entry["rank"]), f"{times['none']:.0f} \u00b5s"]
-        row += [f"{times[mode] / times['none']:.2f}" for mode in ("ours", "addmm", "peft")]
-        row += [f"{times['fp8 none']:.0f} \u00b5s", f"{times['fp8 ours'] / times['fp8 none']:.2f}"]
-        rows.append(row)
-    headers = ["layers", "rank", f"alone, {card(result)}", "with LoRA", "by addmm", "by peft"]
-    return markdown(rows, [*headers, "FP8 alone", "FP8 with LoRA"]) + setup(result)
-
-
 def _one(results: Path, variant: str) -> float:
     states = flux(results)[variant]
     return over_none(states, next(name for name in states if name.startswith("one of rank")))
@@ -101,20 +86,6 @@ def lora_over_none(results: Path) -> str:
 @figure
 def lora_fp8_over_none(results: Path) -> str:
     return span([_one(results, FP8)])
-
-
-@figure
-def lora_at_rest(results: Path) -> str:
-    """Of all models and variants."""
-    return span(
-        [
-            over_none(states, name)
-            for entry in models_of(results)
-            for states in entry["variants"].values()
-            for name in ("disabled", "fused", DELETED)
-            if name in states
-        ]
-    )
 
 
 @figure

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..core.adapters import is_adapted
+from ..core.adapters import is_adapted, read_adapters
 from ..core.checks import KnownFunction, class_name, is_stock
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
@@ -653,7 +654,9 @@ def project(
             streams.append(Projections(query, key, value, norms, rope))
         else:
             layers = modules[q], modules[k], value_layer
-            products = lora_products(x, *layers) if any(map(is_adapted, layers)) else None
+            found = read_adapters(*layers) if any(map(is_adapted, layers)) else None
+            is_lora = found is not None and any(map(itemgetter(1), found))
+            products = lora_products(x, found) if is_lora else None
             if products is None:
                 query, key = linears(x, *layers[:2])
                 value = value_layer, x

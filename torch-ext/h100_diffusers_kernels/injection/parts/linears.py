@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ SWIGLU_FEED_FORWARDS = KnownClasses()
 # The layers of an attention: of its only stream or the image, and of the text.
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
+_LAYER, _TERMS = itemgetter(0), itemgetter(1)  # of what ``read_adapters`` finds
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
@@ -76,10 +78,13 @@ def linear(layer: Any, x: Any) -> Tensor:
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
     if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
-        result = adapted_linear(layer, x)
-        if result is not None:
-            return result
-    elif is_stock(layer, LINEAR):
+        adapted = read_adapters(layer)
+        if adapted is not None and not adapted[0][1]:
+            layer = adapted[0][0]
+        else:
+            result = adapted_linear(layer, x, adapted)
+            return run_layer(layer, as_tensor(x)) if result is None else result
+    if is_stock(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
             weight, bias = parameters["weight"], parameters["bias"]
@@ -92,14 +97,15 @@ def linear(layer: Any, x: Any) -> Tensor:
     return run_layer(layer, as_tensor(x))
 
 
-def adapted_linear(layer: Any, x: Any) -> Tensor | None:
-    """``layer(x)`` of a layer that peft has wrapped; None if peft has to compute it. x may be quantized."""
+def adapted_linear(layer: Any, x: Any, found: Any) -> Tensor | None:
+    """``layer(x)`` of a layer in which ``read_adapters`` found this; None if peft has to compute it. x may be
+    quantized."""
     is_plain = type(layer._modules["base_layer"]._parameters.get("weight")) in PLAIN_TYPES
     weights = None if is_plain else fp8_weights_for(x, layer)
     if weights is not None:
         return fp8_product(quantized_rows(x), weights[layer])
     x = as_tensor(x) if type(x) is QuantizedRows else x
-    products = lora_products(x, layer)
+    products = lora_products(x, found)
     return None if products is None else lora_results(x, products)[0]
 
 
@@ -121,10 +127,14 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
         return [linear(layer, x) for layer in layers]
     are_plain = is_stock(layers[0], LINEAR, *layers[1:])
     if not are_plain and any(map(is_adapted, layers)):
-        products = lora_products(x, *layers)
-        if products is not None:
-            return lora_results(x, products)
-        return [linear(layer, x) for layer in layers]
+        found = read_adapters(*layers)
+        if found is not None and not any(map(_TERMS, found)):
+            layers, are_plain = tuple(map(_LAYER, found)), True
+        else:
+            products = lora_products(x, found)
+            if products is not None:
+                return lora_results(x, products)
+            return [linear(layer, x) for layer in layers]
     each = []
     for layer in layers:
         parameters = layer._parameters
@@ -287,7 +297,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     products = None
     is_lora = (is_adapted(activated) or is_adapted(other)) and type(x) is not QuantizedRows
     if is_lora and weights is None and x.is_contiguous():
-        products = lora_products(x.view(-1, x.shape[-1]), activated, other)
+        products = lora_products(x.view(-1, x.shape[-1]), read_adapters(activated, other))
         weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
@@ -498,7 +508,7 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
     """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
     if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
-        products = lora_products(x, layer)
+        products = lora_products(x, read_adapters(layer))
         if products is not None:
             if products[0][3] is not None:
                 return lora_results(x, products, approximate)[0]

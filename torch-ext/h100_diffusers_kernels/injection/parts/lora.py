@@ -23,7 +23,6 @@ from ..core.adapters import (
     first_product,
     packed_downs,
     packed_up,
-    read_adapters,
     with_lora_bias,
 )
 
@@ -47,10 +46,9 @@ class LaterProduct:
         self.x, self.product = x, product
 
 
-def lora_products(x: Any, *layers: Any) -> list[Product] | None:
-    """The products of layers of which peft has wrapped some. None if the layers' weights are not plain, or
-    peft has to compute one."""
-    found = read_adapters(*layers)
+def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Product] | None:
+    """The products of the layers that ``read_adapters`` found. None if it found none, or the layers' weights
+    are not plain, so that peft has to compute them."""
     if (
         found is None
         or type(x) not in PLAIN_TYPES
