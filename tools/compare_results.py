@@ -295,6 +295,29 @@ def over_each(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 # By what holds the figures in a result: how they are read.
+def of_adapters(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Steps with adapters, over those of the model that never had one."""
+    for entry in result["models"]:
+        for variant, states in entry["variants"].items():
+            for name, state in states.items():
+                if name == "never loaded" or "step_ms" not in state:
+                    continue
+                base = state.get("never_loaded_ms", states["never loaded"]["step_ms"])
+                spread = combined(base["spread"], state["step_ms"]["spread"])
+                over = base["median"] / state["step_ms"]["median"]
+                yield (f"{entry['name']}, {variant}, {name}", "never loaded"), Ratio(over, spread)
+
+
+def of_lora(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Layers with adapters, over the layers alone."""
+    for entry in result["lora"]:
+        times = entry["sustained_microseconds"]
+        for mode, alone in (("ours", "none"), ("fp8 ours", "fp8 none")):
+            spread = combined(times[mode]["spread"], times[alone]["spread"])
+            over = times[alone]["median"] / times[mode]["median"]
+            yield (f"{entry['group']}, rank {entry['rank']}, {mode}", alone), Ratio(over, spread)
+
+
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
     "sizes": of_sizes,
@@ -314,6 +337,8 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "modes": of_timeline,
     "attention_heads": of_heads,
     "fp8": of_fp8,
+    "lora": of_lora,
+    "models": of_adapters,
     "fp8_layers": of_fp8_layers,
     "attention_8bit": of_8bit_attention,
     "parallel": of_parallel,
