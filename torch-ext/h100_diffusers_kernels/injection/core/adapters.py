@@ -112,7 +112,8 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
     names = (active,) if isinstance(active, str) else active
     if _LORA.cls is None:
         checks.look_up_libraries()  # peft may be loaded after the injection
-    if cls.forward is not _LORA.own_forward:
+    # Before peft 0.16 there are no variants, and DoRA is a flag.
+    if cls.forward is not _LORA.own_forward or "lora_variant" not in state:
         is_at_rest = not layer._get_available_adapters().intersection(names)
         return () if is_at_rest else f"is {an(class_name(layer))}"
     modules, terms = layer._modules, []
