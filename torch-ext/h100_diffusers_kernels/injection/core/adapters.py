@@ -30,7 +30,7 @@ from ...operations.conditions import (
 from . import checks
 from .checks import KnownClass, class_name, is_stock, runs_class_forward
 
-_LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
+LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
 MAX_DOWNS, MAX_COLUMNS = 12, 1024  # of ``lora_down``
 RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
@@ -58,7 +58,7 @@ def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
     linears: list[Any] = []
     is_traced = torch.compiler.is_dynamo_compiling()
     for layer in layers:
-        if type(layer) is _LINEAR.cls:
+        if type(layer) is LINEAR.cls:
             found.append((layer, ()))
             linears.append(layer)
             continue
@@ -70,12 +70,12 @@ def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
         base = layer._modules["base_layer"]
         found.append((base, terms))
         linears.append(base)
-    return found if is_stock(linears[0], _LINEAR, *linears[1:]) else None
+    return found if is_stock(linears[0], LINEAR, *linears[1:]) else None
 
 
 def without_adapters_at_rest(layer: Any) -> Any:
     """The layer, or the one below its adapters if these are at rest."""
-    if type(layer) is _LINEAR.cls or layer is None or "base_layer" not in layer._modules:
+    if type(layer) is LINEAR.cls or layer is None or "base_layer" not in layer._modules:
         return layer
     terms = _read(layer, [], torch.compiler.is_dynamo_compiling())
     return layer._modules["base_layer"] if terms == () else layer

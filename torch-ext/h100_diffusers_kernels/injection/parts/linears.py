@@ -135,15 +135,15 @@ def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
             if products is not None:
                 return lora_results(x, products)
             return [linear(layer, x) for layer in layers]
-    each = []
+    results = []
     for layer in layers:
         parameters = layer._parameters
         weight = parameters.get("weight")
         if are_plain and type(weight) in PLAIN_TYPES and "bias" in parameters:
-            each.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
+            results.append(torch.nn.functional.linear(x, weight, parameters["bias"]))
         else:
-            each.append(linear(layer, x))
-    return each
+            results.append(linear(layer, x))
+    return results
 
 
 def plain_weight(layer: Any) -> tuple[Tensor, Tensor | None] | None:

@@ -1,8 +1,8 @@
 """Linear layers with plain LoRA, computed without a call of peft.
 
-The adapters of all layers that read the same input have one first product. ``linears_lora``
-adds the second ones where the layers' results are made. PyTorch's products compute both for few rows, for
-other dtypes and on CPUs.
+The adapters of all layers that read the same input have one first product. ``linears_lora`` adds the second
+ones where the layers' results are made. PyTorch's products compute both for few rows, for other dtypes and on
+CPUs.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from ...operations.conditions import (
 )
 from ..core import checks
 from ..core.adapters import (
-    RANK_STEP,
+    LINEAR,
     Lora,
     are_operands,
     below_adapters,
@@ -43,7 +43,6 @@ from ..core.checks import KnownClass
 from ..core.patch import Call, ExactSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, quantized_rows
 
-LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _BFL = "diffusers.quantizers.bfl.utils:BFLFP8RLinear"
 _BFL_LINEAR = KnownClass(_BFL, "torch.nn.functional:linear")
 _TORCHAO, _TENSOR = "torchao.quantization", "Float8Tensor"
@@ -234,9 +233,7 @@ def _first_products(x: QuantizedRows, groups: list[tuple[Lora, ...]]) -> dict[in
     low = first_product(x.values, x.scale, downs, scales)
     lows, begin = {}, 0
     for terms in groups:
-        up = terms[0][1] if len(terms) == 1 else None
-        if up is None or up.shape[1] % RANK_STEP:
-            up = packed_up(terms)
+        up = packed_up(terms)
         end = begin + up.shape[1]
         lows[id(terms)] = (terms, low[..., begin:end], up)
         begin = end
