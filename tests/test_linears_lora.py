@@ -274,7 +274,7 @@ MISTAKES = {
     ],
     "weights[2]": [(value(None), "be a tensor, got None")],
     "lows": [
-        (value(None), f"{A_TUPLE} None"),
+        (lambda t: t[0], "be a tuple, a list or None, got Tensor"),
         (lambda t: t[:2], "hold 3 tensors, got 2"),
     ],
     "lows[0]": [
@@ -288,7 +288,7 @@ MISTAKES = {
             "strides (448, 28, 1)",
         ),
     ],
-    "ups": [(lambda t: t[0], f"{A_TUPLE} Tensor")],
+    "ups": [(lambda t: t[0], "be a tuple, a list or None, got Tensor")],
     "ups[2]": [
         (torch.Tensor.half, "have the dtype of lows[2] (bfloat16), got float16"),
         (of_shape(64, 16), "have shape (64, 8), got (64, 16)"),

@@ -9,6 +9,7 @@ failed, except for scalars, which Torch would convert silently.
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import re
 from typing import Any, Callable, NoReturn
@@ -19,7 +20,7 @@ from torch.autograd import forward_ad
 
 from .._ops import ops
 
-PLAIN_TYPES = (Tensor, nn.Parameter)
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 MAX_INTEGER = 2**63 - 1  # of a schema
 APPROXIMATIONS = {"none": False, "tanh": True}  # of GELU
 OUT_GIVEN = ("out", "None", "a tensor")  # ``refused`` of a `plain_call`
@@ -120,10 +121,32 @@ def out_tensors(operation: str, out: Any, names: str, size: int, condition: str 
 
 def layers_of(
     operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
-) -> list[tuple]:
-    """The tensors of each layer, in the order of the sequences, which are given by name. Those of
-    ``optional`` may be None or have Nones. The first sequence sets the number of layers, from ``minimum``
-    to 3."""
+) -> list[Any]:
+    """The tensors of each layer, in the order of the sequences, which are given by name, and None for those
+    of absent layers up to three. Those of ``optional`` may be None or have Nones. The first sequence sets the
+    number of layers, from ``minimum`` to 3."""
+    columns = [*required.values(), *optional.values()]
+    size = len(columns[0]) if type(columns[0]) in (tuple, list) else 0
+    is_right = minimum <= size <= 3
+    for i, tensors in enumerate(columns):
+        if tensors is None and i >= len(required):
+            columns[i] = (None,) * size
+        elif (
+            type(tensors) not in (tuple, list)
+            or len(tensors) != size
+            or (i < len(required) and not PLAIN_TYPES.issuperset(map(type, tensors)))
+        ):
+            is_right = False
+    if not is_right:
+        _explain_layers(operation, required, optional, minimum)
+    layers = [*itertools.chain.from_iterable(zip(*columns))]
+    return layers + [None] * (len(columns) * 3 - len(layers))
+
+
+def _explain_layers(
+    operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
+) -> None:
+    """Raises what ``layers_of`` has to say, if that is not left to the operator."""
     first, leaders = next(iter(required.items()))
     for name, tensors in {**required, **optional}.items():
         if tensors is None and name in optional:
@@ -141,8 +164,6 @@ def layers_of(
             for i in range(minimum, len(tensors)):
                 if not isinstance(tensors[i], Tensor):
                     refuse_type(operation, f"{name}[{i}]", "a tensor", tensors[i])
-    nothing = [None] * len(leaders)
-    return list(zip(*required.values(), *(tensors or nothing for tensors in optional.values())))
 
 
 def is_plain_tensor(tensor: Tensor | None) -> bool:

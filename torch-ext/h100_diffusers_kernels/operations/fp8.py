@@ -161,9 +161,7 @@ def linears_fp8(
         {"biases": biases, "lows": lows, "ups": ups},
         minimum=2,
     )
-    arguments = [tensor for layer in layers for tensor in layer]
-    missing = [None] * (15 - len(arguments))
-    return tuple(_linears_fp8(x, x_scale, *arguments, *missing, is_float16))
+    return tuple(_linears_fp8(x, x_scale, *layers, is_float16))
 
 
 def linear_gelu_fp8(

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .calls import (
     APPROXIMATIONS,
+    PLAIN_TYPES,
     fail,
     layers_of,
     number,
@@ -21,8 +22,7 @@ from .calls import (
     shown,
 )
 
-_SEQUENCES = (tuple, list)
-_NO_GELU, _NOTHING = (False, False), (None,) * 12
+_NO_GELU, _NO_OUTS = (False, False), (None,) * 3
 
 _linears_lora = plain_call("linears_lora")
 _linears_lora_out = plain_call("linears_lora", "linears_lora_out")
@@ -43,8 +43,8 @@ def _gelu(approximate: Any) -> tuple[bool, bool]:
 def linears_lora(
     x: Tensor,
     weights: Sequence[Tensor],
-    lows: Sequence[Optional[Tensor]],
-    ups: Sequence[Optional[Tensor]],
+    lows: Optional[Sequence[Optional[Tensor]]] = None,
+    ups: Optional[Sequence[Optional[Tensor]]] = None,
     biases: Optional[Sequence[Optional[Tensor]]] = None,
     *,
     approximate: Optional[str] = None,
@@ -60,8 +60,9 @@ def linears_lora(
         x: ``(..., K)``, bfloat16 or float16, contiguous and aligned to 16 bytes; K is a multiple of 8.
         weights: of one to three layers, each ``(N, K)`` with its own N, contiguous and aligned to 16 bytes.
         lows: of each layer ``(..., R)`` with its own R, a multiple of 8, or None. Rows are at one distance, a
-            multiple of 8 elements, as in columns of a wider contiguous tensor, and aligned to 16 bytes.
-        ups: of each layer with a low ``(N, R)``, contiguous and aligned to 16 bytes; otherwise None.
+            multiple of 8 elements, as in columns of a wider contiguous tensor, and aligned to 16 bytes. Or
+            None.
+        ups: of each layer with a low ``(N, R)``, contiguous and aligned to 16 bytes; otherwise None. Or None.
         biases: of each layer ``(N,)`` or None, or None.
         approximate: None for no activation, otherwise as for ``gelu``.
         out: a tensor ``(..., N)`` for each result, strided in any dimension except the last, for example
@@ -74,41 +75,17 @@ def linears_lora(
 
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
-    of_biases: Any = biases
     gelu = _NO_GELU if approximate is None else _gelu(approximate)
-    count = len(weights) if type(weights) in _SEQUENCES else 0
-    if (  # ``layers_of`` explains what is wrong otherwise
-        not 1 <= count <= 3
-        or type(lows) not in _SEQUENCES
-        or type(ups) not in _SEQUENCES
-        or type(of_biases) not in _SEQUENCES
-        or not len(lows) == len(ups) == len(of_biases) == count
-        or type(None) in map(type, weights)  # a comparison with tensors would take long
-    ):
-        of_biases = _explained(weights, lows, ups, biases)
-    arguments: list[Any] = []
-    for layer in zip(weights, lows, ups, of_biases):
-        arguments += layer
-    missing = _NOTHING[4 * count :]
-    if out is None:
-        return tuple(_linears_lora(x, *arguments, *missing, *gelu))
-    out = out_tensors("linears_lora", out, "(first, ...)", count)
-    outs = (*out, *_NOTHING[: 3 - count])
-    return _linears_lora_out(x, *arguments, *missing, *gelu, *outs, written=out)
-
-
-def _explained(weights: Any, lows: Any, ups: Any, biases: Any) -> Sequence[Optional[Tensor]]:
-    """The biases, if nothing is wrong with the sequences."""
-    for name, given in (("lows", lows), ("ups", ups)):
-        if not isinstance(given, (tuple, list)):
-            refuse_type("linears_lora", name, "a tuple or list", given)
-    layers_of(
+    layers = layers_of(
         "linears_lora",
         {"weights": weights},
         {"lows": lows, "ups": ups, "biases": biases},
         minimum=1,
     )
-    return [None] * len(weights) if biases is None else biases
+    if out is None:
+        return tuple(_linears_lora(x, *layers, *gelu))
+    out = out_tensors("linears_lora", out, "(first, ...)", len(weights))
+    return _linears_lora_out(x, *layers, *gelu, *out, *_NO_OUTS[len(out) :], written=out)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linears_lora"))
@@ -129,6 +106,7 @@ _lora_down = plain_call("lora_down")
 _MAX_DOWNS = 12
 # What the operator takes for absent matrices, and their scales.
 _NO_DOWNS, _ONES = (None,) * _MAX_DOWNS, (1.0,) * _MAX_DOWNS
+_ARE_FLOATS = frozenset({float}).issuperset
 
 
 def lora_down(
@@ -162,20 +140,25 @@ def lora_down(
     count = len(downs)
     if not 1 <= count <= _MAX_DOWNS:
         fail("lora_down", f"downs must hold 1 to {_MAX_DOWNS} tensors, got {count}")
-    for i, down in enumerate(downs):  # The operator takes None for those that are absent.
-        if not isinstance(down, Tensor):
-            refuse_type("lora_down", f"downs[{i}]", "a tensor", down)
+    if not PLAIN_TYPES.issuperset(map(type, downs)):
+        for i, down in enumerate(downs):  # the operator takes None for those that are absent
+            if not isinstance(down, Tensor):
+                refuse_type("lora_down", f"downs[{i}]", "a tensor", down)
     if scales is None:
-        return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *_ONES)
+        scales = _ONES[:count]
+    elif not (
+        type(scales) in (tuple, list) and len(scales) == count and _ARE_FLOATS(map(type, scales))
+    ):
+        scales = _floats(scales, count)
+    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
+
+
+def _floats(scales: Any, count: int) -> Sequence[float]:
     if not isinstance(scales, (tuple, list)):
         refuse_type("lora_down", "scales", "a tuple, a list or None", scales)
     if len(scales) != count:
         fail("lora_down", f"scales must hold {count} numbers, got {len(scales)}")
-    for scale in scales:
-        if type(scale) is not float:
-            scales = [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
-            break
-    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
+    return [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("lora_down"))

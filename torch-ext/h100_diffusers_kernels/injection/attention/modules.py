@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
-from ..core.adapters import is_adapted, read_adapters
+from ..core.adapters import read_active
 from ..core.checks import KnownFunction, class_name, is_stock
 from ..core.patch import Call, Injection, PatchSpec, StandIn
 from ..core.quantized_rows import QuantizedRows, as_tensor
@@ -65,7 +64,6 @@ from .decision import (
 _IMAGE = QUERY_KEY_VALUE, ("norm_q", "norm_k")
 _TEXT = TEXT_QUERY_KEY_VALUE, ("norm_added_q", "norm_added_k")
 _NORMS = (*_IMAGE[1], *_TEXT[1])
-_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 UNREAD: Any = object()  # an argument that was not given
 
 
@@ -351,7 +349,7 @@ def query_key_value(
         # ``linear``, inlined.
         of_q, of_k, of_v = q._parameters, k._parameters, v._parameters
         weights = (of_q.get("weight"), of_k.get("weight"), of_v.get("weight"))
-        if _PLAIN_TYPES.issuperset(map(type, weights)) and (
+        if PLAIN_TYPES.issuperset(map(type, weights)) and (
             "bias" in of_q and "bias" in of_k and "bias" in of_v
         ):
             product = torch.nn.functional.linear
@@ -648,18 +646,15 @@ def project(
             query, key, value = query_key_value(module, x, None, config=config)
             return [Projections(query, key, value, norms, rope)]
         value_layer = modules[v]
-        is_fp8 = not has_plain_weight(value_layer) and are_fp8(value_layer)
-        if type(x) is QuantizedRows or is_fp8:
+        if type(x) is QuantizedRows or (not has_plain_weight(value_layer) and are_fp8(value_layer)):
             query, key, value = linears(x, modules[q], modules[k], modules[v])
             streams.append(Projections(query, key, value, norms, rope))
         else:
-            layers = modules[q], modules[k], value_layer
-            found = read_adapters(*layers) if any(map(is_adapted, layers)) else None
-            is_lora = found is not None and any(map(itemgetter(1), found))
-            products = lora_products(x, found) if is_lora else None
+            layers, found = read_active(modules[q], modules[k], value_layer)
+            products = None if found is None else lora_products(x, found)
             if products is None:
                 query, key = linears(x, *layers[:2])
-                value = value_layer, x
+                value = layers[2], x
             else:
                 query, key = lora_results(x, products[:2])
                 value = LaterProduct(x, products[2])

@@ -33,6 +33,7 @@ from .checks import KnownClass, class_name, is_stock, runs_class_forward
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
 MAX_DOWNS, MAX_COLUMNS = 12, 1024  # of ``lora_down``
+_ARE_FLOATS = frozenset({float}).issuperset
 RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
 _UNMERGES = "has merged weights that this call takes off again"
 
@@ -73,6 +74,19 @@ def read_adapters(*layers: Any) -> list[tuple[Any, tuple[Lora, ...]]] | None:
     return found if is_stock(linears[0], LINEAR, *linears[1:]) else None
 
 
+def read_active(*layers: Any) -> tuple[Sequence[Any], Any]:
+    """The layers, or those below their adapters if all adapters are at rest; and what ``read_adapters`` finds
+    if one is not."""
+    if not any(map(is_adapted, layers)):
+        return layers, None
+    found = read_adapters(*layers)
+    bases = []
+    for base, terms in () if found is None else found:
+        if not terms:
+            bases.append(base)
+    return (bases, None) if len(bases) == len(layers) else (layers, found)
+
+
 def without_adapters_at_rest(layer: Any) -> Any:
     """The layer, or the one below its adapters if these are at rest."""
     if type(layer) is LINEAR.cls or layer is None or "base_layer" not in layer._modules:
@@ -102,21 +116,25 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
         or cls.__call__ is not nn.Module.__call__
     ):
         return "has hooks or another forward than its class's"
-    if not cls.forward.__module__.startswith("peft.") or "merged_adapters" not in state:
-        return f"is {an(class_name(layer))}"
-    is_merged, active = bool(state["merged_adapters"]), state["_active_adapter"]
+    is_plain = cls.forward is _LORA.own_forward
+    if not is_plain:
+        if not cls.forward.__module__.startswith("peft.") or "merged_adapters" not in state:
+            return f"is {an(class_name(layer))}"
+        if _LORA.cls is None:
+            checks.look_up_libraries()  # peft may be loaded after the injection
+            is_plain = cls.forward is _LORA.own_forward
     if state["_disable_adapters"]:
-        return _UNMERGES if is_merged else ()
-    if is_merged:
+        return _UNMERGES if state["merged_adapters"] else ()
+    if state["merged_adapters"]:
         return ()
-    names = (active,) if isinstance(active, str) else active
-    if _LORA.cls is None:
-        checks.look_up_libraries()  # peft may be loaded after the injection
+    names = state["_active_adapter"]
+    if type(names) is str:
+        names = (names,)
     # Before peft 0.16 there are no variants, and DoRA is a flag.
-    if cls.forward is not _LORA.own_forward or "lora_variant" not in state:
+    if not is_plain or "lora_variant" not in state:
         is_at_rest = not layer._get_available_adapters().intersection(names)
         return () if is_at_rest else f"is {an(class_name(layer))}"
-    modules, terms = layer._modules, []
+    modules, terms = state["_modules"], []
     downs, ups = modules["lora_A"]._modules, modules["lora_B"]._modules
     for name in names:
         if name not in downs:
@@ -135,18 +153,19 @@ def _read(layer: Any, linears: list[Any], is_traced: bool = False) -> tuple[Lora
             return "has dropout in training"
         down, up = downs[name], ups[name]
         of_down, of_up = down._parameters, up._parameters
-        matrices = of_down.get("weight"), of_up.get("weight")
-        if type(matrices[0]) not in PLAIN_TYPES or type(matrices[1]) not in PLAIN_TYPES:
+        first, second = of_down.get("weight"), of_up.get("weight")
+        if type(first) not in PLAIN_TYPES or type(second) not in PLAIN_TYPES:
             return "has sharded or quantized weights"
         if of_down.get("bias") is not None:
             return "has a bias in lora_A"
         # In training the gradients of an adapter of scale 0 are 0, and not missing.
-        is_trained = torch.is_grad_enabled() and matrices[0].requires_grad
-        if type(scale) is float and scale == 0 and not is_trained:
+        is_zero = type(scale) is float and scale == 0
+        if is_zero and not (torch.is_grad_enabled() and first.requires_grad):
             continue
         linears.append(down)
         linears.append(up)
-        terms.append(tuple.__new__(Lora, (*matrices, of_up.get("bias"), scale)))
+        # Without the call of the class's own ``__new__``.
+        terms.append(tuple.__new__(Lora, (first, second, of_up.get("bias"), scale)))
     return tuple(terms)
 
 
@@ -165,15 +184,14 @@ def why_by_peft(layer: Any, x: Tensor) -> str | None:
 
 
 def are_operands(terms: tuple[Lora, ...], x: Any) -> bool:
-    """Whether the kernels add the terms to a layer's result for x, or for rows with its dtype and device."""
-    dtype, device, tracks_grad = x.dtype, x.device, torch.is_grad_enabled()
+    """Whether the kernels add the terms to a layer's result for x, or for rows with its dtype."""
+    dtype, tracks_grad = x.dtype, torch.is_grad_enabled()
     for down, up, bias, _ in terms:
         for tensor in (down, up) if bias is None else (down, up, bias):
             if (
                 tensor.dtype is not dtype
-                or tensor.device != device
-                or not tensor.is_contiguous()
                 or tensor.data_ptr() % 16  # files mapped into memory have any alignment
+                or not tensor.is_contiguous()
                 or (tracks_grad and tensor.requires_grad)
             ):
                 return False
@@ -216,8 +234,10 @@ def first_product(
     x: Tensor, x_scale: Tensor | None, downs: Sequence[Tensor], scales: Sequence[Any]
 ) -> Tensor:
     """``lora_down`` of terms with these downs and scales, of any number and size."""
-    columns = sum([down.shape[0] + RANK_STEP - 1 for down in downs])
-    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and set(map(type, scales)) == {float}:
+    columns = 0
+    for down in downs:
+        columns += down.shape[0] + RANK_STEP - 1
+    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and _ARE_FLOATS(map(type, scales)):
         return operations.lora_down(x, downs, scales, x_scale)
     down, scale = packed_downs(downs, scales)
     parts = down.split(MAX_COLUMNS)
@@ -228,8 +248,7 @@ def first_product(
 def packed_up(terms: tuple[Lora, ...]) -> Tensor:
     """The ups of a layer's terms as one matrix (N, R), each filled up as in ``packed_downs``."""
     ups = []
-    for term in terms:
-        up = term[1]
+    for _, up, _, _ in terms:
         missing = -up.shape[1] % RANK_STEP
         ups.append(torch.nn.functional.pad(up, (0, missing)) if missing else up)
     return ups[0] if len(ups) == 1 else torch.cat(ups, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from ...operations.conditions import (
     why_not_taken,
 )
 from ..core.adapters import (
-    Lora,
     are_operands,
     below_adapters,
     is_adapted,
     packed_downs,
     packed_up,
+    read_active,
     read_adapters,
     why_by_peft,
     with_lora_bias,
@@ -66,7 +65,6 @@ SWIGLU_FEED_FORWARDS = KnownClasses()
 # The layers of an attention: of its only stream or the image, and of the text.
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
-_LAYER, _TERMS = itemgetter(0), itemgetter(1)  # of what ``read_adapters`` finds
 # In float32 the epilogue's tanh approximation would be visible.
 _EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
@@ -78,12 +76,8 @@ def linear(layer: Any, x: Any) -> Tensor:
     if type(x) is QuantizedRows and layer in x.weights:
         return fp8_product(x, x.weights[layer])
     if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
-        adapted = read_adapters(layer)
-        if adapted is not None and not adapted[0][1]:
-            layer = adapted[0][0]
-        else:
-            result = adapted_linear(layer, x, adapted)
-            return run_layer(layer, as_tensor(x)) if result is None else result
+        result = adapted_linear(layer, x)
+        return run_layer(layer, as_tensor(x)) if result is None else result
     if is_stock(layer, LINEAR):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:  # sharding moves them
@@ -97,13 +91,15 @@ def linear(layer: Any, x: Any) -> Tensor:
     return run_layer(layer, as_tensor(x))
 
 
-def adapted_linear(layer: Any, x: Any, found: Any) -> Tensor | None:
-    """``layer(x)`` of a layer in which ``read_adapters`` found this; None if peft has to compute it. x may be
-    quantized."""
+def adapted_linear(layer: Any, x: Any) -> Tensor | None:
+    """``layer(x)`` of a layer with adapters; None if peft has to compute it. x may be quantized."""
     is_plain = type(layer._modules["base_layer"]._parameters.get("weight")) in PLAIN_TYPES
     weights = None if is_plain else fp8_weights_for(x, layer)
     if weights is not None:
         return fp8_product(quantized_rows(x), weights[layer])
+    found = read_adapters(layer)
+    if found is not None and not found[0][1]:
+        return linear(found[0][0], x)
     x = as_tensor(x) if type(x) is QuantizedRows else x
     products = lora_products(x, found)
     return None if products is None else lora_results(x, products)[0]
@@ -119,24 +115,22 @@ def run_layer(layer: Any, x: Tensor) -> Tensor:
 def linears(x: Any, *layers: Any) -> Sequence[Tensor]:
     """``layer(x)`` of each layer: one product of all if they are FP8 layers. x may be quantized."""
     is_quantized = type(x) is QuantizedRows
-    weights = x.weights if is_quantized else fp8_weights_for(x, *layers)
+    if is_quantized:
+        weights: Any = x.weights
+    else:
+        weights = None if has_plain_weight(layers[0]) else fp8_weights_for(x, *layers)
     if weights is not None and weights.keys() >= {*layers}:
         rows = x if is_quantized else quantized_rows(x)
         return fp8_products(rows, [*map(weights.__getitem__, layers)])
     if is_quantized:
         return [linear(layer, x) for layer in layers]
-    are_plain = is_stock(layers[0], LINEAR, *layers[1:])
-    if not are_plain and any(map(is_adapted, layers)):
-        found = read_adapters(*layers)
-        if found is not None and not any(map(_TERMS, found)):
-            layers, are_plain = tuple(map(_LAYER, found)), True
-        else:
-            products = lora_products(x, found)
-            if products is not None:
-                return lora_results(x, products)
-            return [linear(layer, x) for layer in layers]
+    each, found = read_active(*layers)
+    products = None if found is None else lora_products(x, found)
+    if products is not None:
+        return lora_results(x, products)
+    are_plain = is_stock(each[0], LINEAR, *each[1:])
     results = []
-    for layer in layers:
+    for layer in each:
         parameters = layer._parameters
         weight = parameters.get("weight")
         if are_plain and type(weight) in PLAIN_TYPES and "bias" in parameters:
@@ -246,13 +240,13 @@ def linear_of_concat(call: Call, layer: Any, first: Tensor, second: Any) -> Any:
             rows = QuantizedRows(second.values, second.scale, second.dtype, {})
             return Fp8Product(rows, second.weight)
         second = as_tensor(QuantizedRows(*second.last(), dtype=second.dtype, weights={}))
-    plain = plain_weight(layer)
-    terms: tuple[Lora, ...] = ()
-    if plain is None and is_adapted(layer) and has_plain_weight(layer):
+    base: Any = layer
+    terms: Any = ()
+    if is_adapted(layer) and has_plain_weight(layer):
         found = read_adapters(layer)
         if found is not None and are_operands(found[0][1], first):
             ((base, terms),) = found
-            plain = plain_weight(base)
+    plain = None if is_adapted(base) else plain_weight(base)
     if (
         plain is not None
         and (call.state is not None or may_write())
@@ -293,11 +287,12 @@ def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | N
 
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
-    weights = weights_of_products(call, x, activated, other)
-    products = None
-    is_lora = (is_adapted(activated) or is_adapted(other)) and type(x) is not QuantizedRows
-    if is_lora and weights is None and x.is_contiguous():
-        products = lora_products(x.view(-1, x.shape[-1]), read_adapters(activated, other))
+    (activated, other), found = read_active(activated, other)
+    products = weights = None
+    if found is None:
+        weights = weights_of_products(call, x, activated, other)
+    elif type(x) is not QuantizedRows and x.is_contiguous():
+        products = lora_products(x.view(-1, x.shape[-1]), found)
         weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
@@ -482,13 +477,17 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
         features = inner["weight"].shape[0]
     else:
         return None
+    # What else was read was found to be plain.
+    unread = [] if is_adapted(out) else [out]
+    if not (is_quantized and proj in x.weights):
+        unread.append(proj)
     if (
         not (is_quantized or fp8_takes(x))
         or not fp8_fits(out, found, x, features // halves)
         or is_differentiated(*inner.values())
         or not is_stock(activation, known)
         or why_not(activation)
-        or not are_stock_linears(proj, out)
+        or not are_stock_linears(*unread)
     ):
         return None
     if known is LINEAR_GELU.known:

@@ -17,8 +17,6 @@ from torch.autograd import forward_ad
 from ... import operations
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import (
-    MAX_COLUMNS,
-    MAX_DOWNS,
     RANK_STEP,
     first_product,
     packed_downs,
@@ -59,52 +57,42 @@ def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Pro
         or torch._C._are_functorch_transforms_active()
     ):
         return None
-    dtype, device, tracks_grad = x.dtype, x.device, torch.is_grad_enabled()
-    if tracks_grad and x.requires_grad:
-        return None
     downs: list[Tensor] = []
     scales: list[Any] = []
-    is_alike, has_biases, columns = True, False, 0
+    tensors: list[Any] = [x]
+    has_biases = False  # of adapters
     for base, terms in found:
         parameters = base._parameters
-        weight = parameters.get("weight")
-        if type(weight) not in PLAIN_TYPES or "bias" not in parameters:
+        if parameters.get("weight") is None or "bias" not in parameters:  # sharding moves them
             return None
-        tensors: list[Any] = [weight, parameters["bias"]]
+        tensors += parameters["weight"], parameters["bias"]
         for down, up, bias, scale in terms:
             downs.append(down)
             scales.append(scale)
-            columns += down.shape[0] + RANK_STEP - 1
             tensors += down, up, bias
             has_biases = has_biases or bias is not None
-        for tensor in tensors:
-            if tensor is not None:
-                if (
-                    type(tensor) not in PLAIN_TYPES
-                    or tensor.dtype is not dtype
-                    or tensor.device != device
-                    or (tracks_grad and tensor.requires_grad)
-                ):
-                    return None
-                # Files mapped into memory have any alignment.
-                is_alike = is_alike and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    dtype, tracks_grad, are_aligned = x.dtype, torch.is_grad_enabled(), True
+    for tensor in tensors:
+        if tensor is not None:
+            if (
+                type(tensor) not in PLAIN_TYPES
+                or tensor.dtype is not dtype
+                or (tracks_grad and tensor.requires_grad)
+            ):
+                return None
+            # Files mapped into memory have any alignment.
+            are_aligned = are_aligned and not tensor.data_ptr() % 16 and tensor.is_contiguous()
     may_launch = (
-        is_alike
+        are_aligned
         and dtype in _DTYPES
         and x.shape[-1] % 8 == 0
-        and x.is_contiguous()
-        and x.numel() >= MIN_ROWS[device.type] * x.shape[-1]
-        and x.data_ptr() % 16 == 0
+        and x.numel() >= MIN_ROWS[x.device.type] * x.shape[-1]
     )
     low: Any = None
-    if not downs:
-        pass
-    elif not may_launch:
-        low = _scaled_linear(x, *packed_downs(downs, scales))
-    elif len(downs) > MAX_DOWNS or columns > MAX_COLUMNS or {*map(type, scales)} != {float}:
+    if downs and may_launch:
         low = first_product(x, None, downs, scales)
-    else:
-        low = operations.lora_down(x, downs, scales)
+    elif downs:
+        low = _scaled_linear(x, *packed_downs(downs, scales))
     ups = []
     for _, terms in found:
         if terms:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...operations.conditions import an
-from ..core.adapters import is_adapted, read_adapters
+from ..core.adapters import is_adapted
 from ..core.checks import (
     KnownClass,
     KnownClasses,
@@ -402,7 +402,7 @@ def linear_of_silu(
     """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
     if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
         activated = call.shared(name, temb, torch.nn.functional.silu)
-        result = adapted_linear(layer, activated, read_adapters(layer))
+        result = adapted_linear(layer, activated)
         if result is not None:
             return result
     plain = plain_weight(layer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,6 +142,8 @@ def _are_operands(weight: Any, values: Any, scale: Any, bias: Any, is_traced: bo
 
 def are_stock_linears(*layers: Any) -> bool:
     """Whether a call of each layer runs only its library's code, and all have one class."""
+    if not layers:
+        return True
     for layer in layers:
         if "base_layer" in layer._modules:
             return read_adapters(*layers) is not None
@@ -198,13 +200,13 @@ def fp8_weights_for(x: Any, *layers: Any) -> dict[Any, Fp8Weight] | None:
     for layer, found in weights.items():
         if not fp8_fits(layer, found, x, x.shape[-1]):
             return None
-    return weights if not unadapted or are_stock_linears(*unadapted) else None
+    return weights if are_stock_linears(*unadapted) else None
 
 
 def has_plain_weight(layer: Any) -> bool:
     """Whether a layer is PyTorch's with a plain weight, so that it is no FP8 layer, below adapters if any."""
-    if type(layer) is not nn.Linear:
-        layer = below_adapters(layer)
+    while "base_layer" in layer._modules:  # ``below_adapters``, inlined
+        layer = layer._modules["base_layer"]
     return type(layer) is nn.Linear and type(layer._parameters.get("weight")) in PLAIN_TYPES
 
 
@@ -213,37 +215,46 @@ def are_fp8(*layers: Any) -> bool:
     return None not in map(fp8_weight, layers) and are_stock_linears(*layers)
 
 
-def _low_rank(x: QuantizedRows, weight: Fp8Weight) -> dict[str, Any]:
+def _bias_low_up(
+    x: QuantizedRows, weight: Fp8Weight, weights: Iterable[Fp8Weight] | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The operations' operands of a weight's bias and terms. The terms of all weights that take these rows
-    share their first product."""
+    share their first product. ``weights``: these; None for those of the rows."""
     terms = weight.terms
     if not terms:
-        return {"bias": weight.bias}
-    if x.lows is None or id(terms) not in x.lows:
-        groups = [w.terms for w in x.weights.values() if w.terms and w is not weight]
-        x.lows = _first_products(x, [terms, *groups])
-    _, low, up = x.lows[id(terms)]
-    return {"bias": with_lora_bias(weight.bias, terms), "low": low, "up": up}
+        return weight.bias, None, None
+    lows = x.lows
+    if lows is None or id(terms) not in lows:
+        groups = [terms]
+        for other in x.weights.values() if weights is None else weights:
+            if other.terms and other is not weight:
+                groups.append(other.terms)
+        x.lows = lows = _first_products(x, groups)
+    _, low, up = lows[id(terms)]
+    return with_lora_bias(weight.bias, terms), low, up
 
 
 def _first_products(x: QuantizedRows, groups: list[tuple[Lora, ...]]) -> dict[int, Any]:
     """For the id of each layer's terms: these, so that the id stays theirs, their low, and their up."""
-    downs = [term[0] for terms in groups for term in terms]
-    scales = [term[3] for terms in groups for term in terms]
-    low = first_product(x.values, x.scale, downs, scales)
-    lows, begin = {}, 0
+    downs, scales = [], []
     for terms in groups:
-        up = packed_up(terms)
-        end = begin + up.shape[1]
-        lows[id(terms)] = (terms, low[..., begin:end], up)
-        begin = end
-    return lows
+        for down, _, _, scale in terms:
+            downs.append(down)
+            scales.append(scale)
+    low = first_product(x.values, x.scale, downs, scales)
+    ups = [packed_up(terms) for terms in groups]
+    if len(ups) == 1:
+        return {id(groups[0]): (groups[0], low, ups[0])}
+    lows = low.split_with_sizes([up.shape[1] for up in ups], -1)
+    return {id(terms): (terms, *low_and_up) for terms, *low_and_up in zip(groups, lows, ups)}
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
     """The layer's result."""
-    options = _low_rank(x, found)
-    return operations.linear_fp8(x.values, x.scale, *found[:2], **options, dtype=x.dtype)
+    bias, low, up = _bias_low_up(x, found)
+    return operations.linear_fp8(
+        x.values, x.scale, found[0], found[1], bias, low=low, up=up, dtype=x.dtype
+    )
 
 
 class Fp8Product(NamedTuple):
@@ -262,9 +273,9 @@ class Fp8Product(NamedTuple):
     def added_to(self, residual: Tensor, gate: Tensor | None) -> Tensor:
         """``residual + gate * result``, of a 16-bit residual."""
         x, weight = self
-        options = _low_rank(x, weight)
+        bias, low, up = _bias_low_up(x, weight)
         operands = (residual, x.values, x.scale, *weight[:2])
-        return operations.linear_gated_residual_fp8(*operands, **options, gate=gate)
+        return operations.linear_gated_residual_fp8(*operands, bias=bias, low=low, up=up, gate=gate)
 
 
 def computed(y: Any) -> Any:
@@ -276,22 +287,21 @@ def fp8_products(x: QuantizedRows, found: Sequence[Fp8Weight]) -> Sequence[Tenso
     """The layers' results, of two or three layers in one launch."""
     if len(found) not in (2, 3):
         return [fp8_product(x, weight) for weight in found]
-    each = [_low_rank(x, weight) for weight in found]
+    biases, lows, ups = zip(*[_bias_low_up(x, weight, found) for weight in found])
     weights, scales = [w.values for w in found], [w.scale for w in found]
-    options: dict[str, Any] = {"biases": [operands["bias"] for operands in each], "dtype": x.dtype}
-    if any(weight.terms for weight in found):
-        for name in ("low", "up"):
-            options[f"{name}s"] = [operands.get(name) for operands in each]
-    return operations.linears_fp8(x.values, x.scale, weights, scales, **options)
+    return operations.linears_fp8(
+        x.values, x.scale, weights, scales, biases, lows=lows, ups=ups, dtype=x.dtype
+    )
 
 
 def fp8_gelu_product(
     x: QuantizedRows, found: Fp8Weight, approximate: str, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """GELU of the layer's result, quantized in blocks."""
-    options = _low_rank(x, found)
-    options.update(approximate=approximate, out=out)
-    return operations.linear_gelu_fp8(x.values, x.scale, *found[:2], **options)
+    bias, low, up = _bias_low_up(x, found)
+    return operations.linear_gelu_fp8(
+        x.values, x.scale, *found[:2], bias, low=low, up=up, approximate=approximate, out=out
+    )
 
 
 def _forward(self: Any, call: Call, input: Tensor) -> Any:
