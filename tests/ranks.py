@@ -106,6 +106,7 @@ def _stacks(pids, folder):
 def _run_rank(rank, module, name, ranks, folder, arguments):
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.enable()  # a rank that is ended by a signal shows where it was
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     torch.manual_seed(20)

@@ -36,19 +36,20 @@ from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, measure_each
 from benchmarks.models.published import Published
 
 DEPTH = ("num_layers", "num_single_layers")  # arguments that published.py makes small
-EAGER, FP8 = "eager", "injected+fp8"
+EAGER, FP8, GRAPHS, BOTH = "eager", "injected+fp8", "injected+graphs", "injected+fp8+graphs"
 OPTIONS: dict[str, dict[str, Any]] = {
     "injected": {},
     FP8: {"precision": "fp8"},
-    "injected+graphs": {"cuda_graphs": True},
+    GRAPHS: {"cuda_graphs": True},  # without the host's time
+    BOTH: {"precision": "fp8", "cuda_graphs": True},
 }
 # Rank, steps and variants of each model.
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "flux": (16, 14, (EAGER, "injected", FP8)),
+    "flux": (16, 28, (EAGER, "injected", FP8, BOTH)),
     "wan": (32, 4, ("injected",)),
-    "qwenimage": (32, 8, ("injected",)),
-    "ltx": (32, 8, ("injected",)),
-    "sdxl": (32, 16, ("injected+graphs",)),
+    "qwenimage": (32, 8, ("injected", GRAPHS)),
+    "ltx": (32, 8, ("injected", GRAPHS)),
+    "sdxl": (32, 16, (GRAPHS,)),
 }
 WHOLE, WARM_UP_STEPS = ("flux",), 2
 NEVER, DELETED = "never loaded", "deleted"

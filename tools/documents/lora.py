@@ -8,7 +8,11 @@ from .common import MODE_NAMES, card, figure, load, markdown, setup, span, table
 
 NEVER, DELETED, HOT_SWAP = "never loaded", "deleted", "hot-swap"
 FP8 = "injected+fp8"
-VARIANTS = {**MODE_NAMES, FP8: '`precision="fp8"`'}
+VARIANTS = {
+    **MODE_NAMES,
+    FP8: '`precision="fp8"`',
+    f"{FP8}+graphs": '`precision="fp8"`, CUDA graphs',
+}
 
 
 def models_of(results: Path) -> list[dict]:
