@@ -496,6 +496,7 @@ def test_longer_rows(kernel, device):
 # Together with other libraries
 
 
+@pytest.mark.drawn(times=0, period=5)
 @every_family
 @either_order
 def test_lora(kernel, device, family, is_injected_first):
