@@ -78,6 +78,26 @@ def test_active_adapters_in_16_bits(kernel, device, family, peft_calls, products
     assert_as_close_as_eager(model, plain, arguments, samples=3, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["16 bits", "FP8"])
+@pytest.mark.parametrize("name", ["ltx", "wan"])
+def test_layers_of_one_input_share_a_first_product(
+    kernel, device, name, is_fp8, products_on_kernels
+):
+    """Per block: query, key, value; the text's key and value; five layers alone."""
+    if is_fp8:
+        pytest.importorskip("torchao")
+    family = FAMILIES[name]
+    model = family.model(device, torch.bfloat16, **KERNEL_HEADS).requires_grad_(False)
+    blocks = family.blocks(model)
+    if is_fp8:
+        for block in blocks:
+            fp8_models.quantize(block)
+    add_adapters(family, model)
+    kernel.inject_kernels(model)
+    names = operators_of(run, model, family.inputs(device, torch.bfloat16))
+    assert names.count("lora_down") == 7 * len(blocks)
+
+
 def merge(model, plain):
     """Fuses the adapters, and gives the model without adapters the same weights."""
     model.fuse_lora()

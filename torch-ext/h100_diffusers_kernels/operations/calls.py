@@ -9,7 +9,6 @@ failed, except for scalars, which Torch would convert silently.
 
 from __future__ import annotations
 
-import itertools
 import numbers
 import re
 from typing import Any, Callable, NoReturn
@@ -139,7 +138,9 @@ def layers_of(
             is_right = False
     if not is_right:
         _explain_layers(operation, required, optional, minimum)
-    layers = [*itertools.chain.from_iterable(zip(*columns))]
+    layers: list[Any] = []
+    for layer in zip(*columns):
+        layers += layer
     return layers + [None] * (len(columns) * 3 - len(layers))
 
 

@@ -106,7 +106,6 @@ _lora_down = plain_call("lora_down")
 _MAX_DOWNS = 12
 # What the operator takes for absent matrices, and their scales.
 _NO_DOWNS, _ONES = (None,) * _MAX_DOWNS, (1.0,) * _MAX_DOWNS
-_ARE_FLOATS = frozenset({float}).issuperset
 
 
 def lora_down(
@@ -145,20 +144,16 @@ def lora_down(
             if not isinstance(down, Tensor):
                 refuse_type("lora_down", f"downs[{i}]", "a tensor", down)
     if scales is None:
-        scales = _ONES[:count]
-    elif not (
-        type(scales) in (tuple, list) and len(scales) == count and _ARE_FLOATS(map(type, scales))
-    ):
-        scales = _floats(scales, count)
-    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
-
-
-def _floats(scales: Any, count: int) -> Sequence[float]:
+        return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *_ONES)
     if not isinstance(scales, (tuple, list)):
         refuse_type("lora_down", "scales", "a tuple, a list or None", scales)
     if len(scales) != count:
         fail("lora_down", f"scales must hold {count} numbers, got {len(scales)}")
-    return [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
+    for scale in scales:
+        if type(scale) is not float:
+            scales = [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
+            break
+    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
 
 
 @torch.library.register_fake(add_op_namespace_prefix("lora_down"))

@@ -33,7 +33,6 @@ from .checks import KnownClass, class_name, is_stock, runs_class_forward
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
 MAX_DOWNS, MAX_COLUMNS = 12, 1024  # of ``lora_down``
-_ARE_FLOATS = frozenset({float}).issuperset
 RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
 _UNMERGES = "has merged weights that this call takes off again"
 
@@ -237,7 +236,7 @@ def first_product(
     columns = 0
     for down in downs:
         columns += down.shape[0] + RANK_STEP - 1
-    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and _ARE_FLOATS(map(type, scales)):
+    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and {*map(type, scales)} == {float}:
         return operations.lora_down(x, downs, scales, x_scale)
     down, scale = packed_downs(downs, scales)
     parts = down.split(MAX_COLUMNS)

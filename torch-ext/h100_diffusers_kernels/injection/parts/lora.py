@@ -86,7 +86,7 @@ def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Pro
         are_aligned
         and dtype in _DTYPES
         and x.shape[-1] % 8 == 0
-        and x.numel() >= MIN_ROWS[x.device.type] * x.shape[-1]
+        and x.numel() >= MIN_ROWS[KERNEL_DEVICE_TYPE] * x.shape[-1]
     )
     low: Any = None
     if downs and may_launch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -216,17 +216,17 @@ def are_fp8(*layers: Any) -> bool:
 
 
 def _bias_low_up(
-    x: QuantizedRows, weight: Fp8Weight, weights: Iterable[Fp8Weight] | None = None
+    x: QuantizedRows, weight: Fp8Weight, others: Sequence[Fp8Weight] = ()
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The operations' operands of a weight's bias and terms. The terms of all weights that take these rows
-    share their first product. ``weights``: these; None for those of the rows."""
+    share their first product. ``others``: these, if the rows do not know them."""
     terms = weight.terms
     if not terms:
         return weight.bias, None, None
     lows = x.lows
     if lows is None or id(terms) not in lows:
         groups = [terms]
-        for other in x.weights.values() if weights is None else weights:
+        for other in x.weights.values() or others:
             if other.terms and other is not weight:
                 groups.append(other.terms)
         x.lows = lows = _first_products(x, groups)
