@@ -123,6 +123,7 @@ def test_float32(kernel, device, name):
     assert torch.equal(run(model, arguments), expected) and on_kernels(report) == counts
 
 
+@pytest.mark.drawn(times=0, period=5)
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @every
 def test_16_bits(kernel, device, small, dtype):

@@ -65,6 +65,7 @@ def attentions(model, arguments):
     return calls.get("attention", 0)
 
 
+@pytest.mark.drawn(times=0, period=5)
 @pytest.mark.parametrize(
     ("small", "dtype"), [*((small, BFLOAT16) for small in MODELS), (PRX, torch.float16)], ids=str
 )
