@@ -294,7 +294,6 @@ def over_each(name: str, measured: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (name, mode), Ratio(other["median"] / ours["median"], spread)
 
 
-# By what holds the figures in a result: how they are read.
 def of_adapters(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     """Steps with adapters, over those of the model that never had one."""
     for entry in result["models"]:
@@ -318,6 +317,7 @@ def of_lora(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (f"{entry['group']}, rank {entry['rank']}, {mode}", alone), Ratio(over, spread)
 
 
+# By what holds the figures in a result: how they are read.
 READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
     "sizes": of_sizes,

@@ -118,6 +118,8 @@ step_fp8_models() {
   return "$status"
 }
 
+step_adapters() { "$PYTHON" benchmarks/models/bench_adapters.py; }
+
 # Modelled ranks on one GPU, then all GPUs if there are several.
 step_parallel() {
   local status=0 gpus
@@ -133,10 +135,6 @@ step_parallel() {
 
 # Random sequences of user actions on an injected model, with and without CUDA graphs and FP8 layers: $SEQUENCES
 # per family and kind, from $FIRST_SEED on.
-step_adapters() {
-  "$PYTHON" benchmarks/models/bench_adapters.py
-}
-
 step_sequences() {
   local status=0 kind
   for kind in "" --graphs --fp8 "--fp8 --graphs" --lora "--lora --fp8" "--lora --graphs"; do

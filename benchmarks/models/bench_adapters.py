@@ -32,20 +32,20 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import clocks, record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, measure_each
+from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, Named, measure_each
 from benchmarks.models.published import Published
 
 DEPTH = ("num_layers", "num_single_layers")  # arguments that published.py makes small
-EAGER, FP8, GRAPHS, BOTH = "eager", "injected+fp8", "injected+graphs", "injected+fp8+graphs"
+EAGER, FP8, GRAPHS, FP8_GRAPHS = "eager", "injected+fp8", "injected+graphs", "injected+fp8+graphs"
 OPTIONS: dict[str, dict[str, Any]] = {
     "injected": {},
     FP8: {"precision": "fp8"},
     GRAPHS: {"cuda_graphs": True},  # without the host's time
-    BOTH: {"precision": "fp8", "cuda_graphs": True},
+    FP8_GRAPHS: {"precision": "fp8", "cuda_graphs": True},
 }
 # Rank, steps and variants of each model.
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    "flux": (16, 28, (EAGER, "injected", FP8, BOTH)),
+    "flux": (16, 28, (EAGER, "injected", FP8, FP8_GRAPHS)),
     "wan": (32, 4, ("injected",)),
     "qwenimage": (32, 8, ("injected", GRAPHS)),
     "ltx": (32, 8, ("injected", GRAPHS)),
@@ -248,7 +248,13 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command(help="Time denoising with LoRA adapters in all states.")
-@click.option("--models", "chosen", default=",".join(CASES), show_default=True)
+@click.option(
+    "--models",
+    "chosen",
+    type=Named("models", dict(zip(CASES, CASES, strict=True))),
+    default=",".join(CASES),
+    show_default=True,
+)
 @click.option("--steps", type=click.IntRange(min=1), help="In place of each model's own number.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @DEVICE
@@ -273,7 +279,7 @@ def main(chosen, steps, rounds, device, dtype, tiny, output) -> None:
             record.write(output, result)
 
     with clocks.watch(device) as result["clocks"]:
-        measure_each({key: partial(run, key) for key in chosen.split(",")}, device)
+        measure_each({key: partial(run, key) for key in chosen}, device)
     clocks.show(result["clocks"])
     if output is not None:
         record.write(output, result)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .common import MODE_NAMES, card, figure, load, markdown, setup, span, table
 
-NEVER, DELETED, HOT_SWAP = "never loaded", "deleted", "hot-swap"
+NEVER, DELETED = "never loaded", "deleted"
 FP8 = "injected+fp8"
 VARIANTS = {
     **MODE_NAMES,
@@ -15,13 +15,9 @@ VARIANTS = {
 }
 
 
-def models_of(results: Path) -> list[dict]:
-    return load(results, "adapters")["models"]
-
-
-def flux(results: Path) -> dict:
+def flux(result: dict) -> dict:
     """The variants of FLUX.1, all blocks."""
-    return next(entry for entry in models_of(results) if entry["model"] == "flux")["variants"]
+    return next(entry for entry in result["models"] if entry["model"] == "flux")["variants"]
 
 
 def over_none(states: dict, name: str) -> float:
@@ -61,7 +57,7 @@ def lora_models(results: Path) -> str:
 def summary_lora(results: Path) -> str:
     """FLUX.1 with and without adapters."""
     result = load(results, "adapters")
-    variants = flux(results)
+    variants = flux(result)
     names = [name for name in variants["injected"] if name in (NEVER, "fused") or " rank " in name]
     rows = []
     for name in names:
@@ -77,34 +73,46 @@ def summary_lora(results: Path) -> str:
     return markdown(rows, [*headers, "over none"]) + setup(result)
 
 
-def _one(results: Path, variant: str) -> float:
-    states = flux(results)[variant]
-    return over_none(states, next(name for name in states if name.startswith("one of rank")))
+def one_adapter(states: dict) -> str:
+    """The name of the state with one adapter, of the model's own rank."""
+    return next(name for name in states if name.startswith("one of rank"))
+
+
+def flux_over_none(results: Path, variant: str) -> str:
+    states = flux(load(results, "adapters"))[variant]
+    return span([over_none(states, one_adapter(states))])
+
+
+def flux_over_eager(results: Path, variant: str) -> str:
+    variants = flux(load(results, "adapters"))
+    name = one_adapter(variants["eager"])
+    eager, ours = (variants[each][name]["step_ms"]["median"] for each in ("eager", variant))
+    return span([eager / ours])
 
 
 @figure
 def lora_over_none(results: Path) -> str:
-    return span([_one(results, "injected")])
+    return flux_over_none(results, "injected")
 
 
 @figure
 def lora_fp8_over_none(results: Path) -> str:
-    return span([_one(results, FP8)])
+    return flux_over_none(results, FP8)
 
 
 @figure
 def lora_over_eager(results: Path) -> str:
-    return span([_over_eager(results, "injected")])
+    return flux_over_eager(results, "injected")
 
 
 @figure
 def lora_fp8_over_eager(results: Path) -> str:
-    return span([_over_eager(results, FP8)])
+    return flux_over_eager(results, FP8)
 
 
-def _over_eager(results: Path, variant: str) -> float:
-    variants = flux(results)
-    name = next(name for name in variants["eager"] if name.startswith("one of rank"))
-    return (
-        variants["eager"][name]["step_ms"]["median"] / variants[variant][name]["step_ms"]["median"]
-    )
+@figure
+def lora_at_most_over_none(results: Path) -> str:
+    """Of one adapter, in 16 bits without graphs: the model that it slows down most."""
+    models = load(results, "adapters")["models"]
+    each = [entry["variants"]["injected"] for entry in models if "injected" in entry["variants"]]
+    return span([max(over_none(states, one_adapter(states)) for states in each)])

@@ -103,9 +103,9 @@ def _linears_lora_out_fake(x, weight_0, *_):
 
 
 _lora_down = plain_call("lora_down")
-_MAX_DOWNS = 12
+MAX_DOWNS = 12
 # What the operator takes for absent matrices, and their scales.
-_NO_DOWNS, _ONES = (None,) * _MAX_DOWNS, (1.0,) * _MAX_DOWNS
+_NO_DOWNS, _ONES = (None,) * MAX_DOWNS, (1.0,) * MAX_DOWNS
 
 
 def lora_down(
@@ -137,8 +137,8 @@ def lora_down(
     if not isinstance(downs, (tuple, list)):
         refuse_type("lora_down", "downs", "a tuple or list", downs)
     count = len(downs)
-    if not 1 <= count <= _MAX_DOWNS:
-        fail("lora_down", f"downs must hold 1 to {_MAX_DOWNS} tensors, got {count}")
+    if not 1 <= count <= MAX_DOWNS:
+        fail("lora_down", f"downs must hold 1 to {MAX_DOWNS} tensors, got {count}")
     if not PLAIN_TYPES.issuperset(map(type, downs)):
         for i, down in enumerate(downs):  # the operator takes None for those that are absent
             if not isinstance(down, Tensor):
@@ -158,7 +158,7 @@ def lora_down(
 
 @torch.library.register_fake(add_op_namespace_prefix("lora_down"))
 def _lora_down_fake(x, x_scale, *downs_and_scales):
-    downs = [down for down in downs_and_scales[:_MAX_DOWNS] if down is not None]
+    downs = [down for down in downs_and_scales[:MAX_DOWNS] if down is not None]
     required(x, downs_and_scales[0])
     columns = sum(-(-down.shape[0] // 8) * 8 for down in downs)
     return x.new_empty((*x.shape[:-1], columns), dtype=downs[0].dtype)

@@ -27,12 +27,13 @@ from ...operations.conditions import (
     kernels_take,
     why_not_taken,
 )
+from ...operations.linear import MAX_DOWNS
 from . import checks
 from .checks import KnownClass, class_name, is_stock, runs_class_forward
 
 LINEAR = KnownClass("torch.nn:Linear", "torch.nn.functional:linear")
 _LORA = KnownClass("peft.tuners.lora.layer:Linear")
-MAX_DOWNS, MAX_COLUMNS = 12, 1024  # of ``lora_down``
+_MAX_COLUMNS = 1024  # of ``lora_down``
 RANK_STEP = 8  # ranks of operands are multiples, because the kernels load 16 bytes at a time
 _UNMERGES = "has merged weights that this call takes off again"
 
@@ -236,10 +237,10 @@ def first_product(
     columns = 0
     for down in downs:
         columns += down.shape[0] + RANK_STEP - 1
-    if len(downs) <= MAX_DOWNS and columns <= MAX_COLUMNS and {*map(type, scales)} == {float}:
+    if len(downs) <= MAX_DOWNS and columns <= _MAX_COLUMNS and {*map(type, scales)} == {float}:
         return operations.lora_down(x, downs, scales, x_scale)
     down, scale = packed_downs(downs, scales)
-    parts = down.split(MAX_COLUMNS)
+    parts = down.split(_MAX_COLUMNS)
     lows = [operations.lora_down(x, [part], [scale], x_scale) for part in parts]
     return lows[0] if len(lows) == 1 else torch.cat(lows, -1)
 

@@ -287,13 +287,14 @@ def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | N
 
 def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
-    (activated, other), found = read_active(activated, other)
     products = weights = None
-    if found is None:
-        weights = weights_of_products(call, x, activated, other)
-    elif type(x) is not QuantizedRows and x.is_contiguous():
-        products = lora_products(x.view(-1, x.shape[-1]), found)
-        weights = None if products is None else [product[0] for product in products]
+    if has_plain_weight(activated):  # otherwise ``linears`` reads the adapters
+        (activated, other), found = read_active(activated, other)
+        if found is None:
+            weights = weights_of_products(call, x, activated, other)
+        elif x.is_contiguous():
+            products = lora_products(x.view(-1, x.shape[-1]), found)
+            weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
         return torch.nn.functional.silu(gate) * up
@@ -471,15 +472,16 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
     known, why_not, halves, operation = entry
     inner = below_adapters(proj)._parameters
     is_quantized = type(x) is QuantizedRows
-    if is_quantized and proj in x.weights:
-        features = x.weights[proj].values.shape[0]
+    known_proj = x.weights.get(proj) if is_quantized else None
+    if known_proj is not None:
+        features = known_proj.values.shape[0]
     elif "weight" in inner and "bias" in inner:
         features = inner["weight"].shape[0]
     else:
         return None
-    # What else was read was found to be plain.
+    # Whoever reads an adapted layer's weight, or quantizes a layer's input, finds that its call is stock.
     unread = [] if is_adapted(out) else [out]
-    if not (is_quantized and proj in x.weights):
+    if known_proj is None:
         unread.append(proj)
     if (
         not (is_quantized or fp8_takes(x))

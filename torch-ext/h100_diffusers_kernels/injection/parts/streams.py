@@ -401,8 +401,7 @@ def linear_of_silu(
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
     if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
-        activated = call.shared(name, temb, torch.nn.functional.silu)
-        result = adapted_linear(layer, activated)
+        result = adapted_linear(layer, call.shared(name, temb, torch.nn.functional.silu))
         if result is not None:
             return result
     plain = plain_weight(layer)
