@@ -308,6 +308,7 @@ def _nearest_e4m3(x):
 
 
 def _with_low_rank(product, bias, low, up):
+    up = torch.cat(up, 1) if isinstance(up, tuple) else up
     product = product if low is None else product + low.double() @ up.double().T
     return product if bias is None else product + bias.double()
 

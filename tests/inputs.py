@@ -549,13 +549,15 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
 
 
 def low_rank(rows, out_features, rank, *, dtype, device):
-    """low and up, or Nones. Of small integers, so that their product is exact."""
+    """low and up, or Nones. Of small integers, so that their product is exact. Several ranks: several ups."""
     if rank is None:
         return None, None
 
     def integers(*size):
         return torch.randint(-3, 4, size, device=device).to(dtype)
 
+    if isinstance(rank, tuple):
+        return integers(*rows, sum(rank)), tuple(integers(out_features, each) for each in rank)
     return integers(*rows, rank), integers(out_features, rank)
 
 

@@ -209,7 +209,7 @@ WEIGHT_SCALES = {
     "(1,)": lambda scale: scale[0],
     "(1,1)": lambda scale: scale[:1],
 }
-RANKS = [None, 8, 16, 24, 32, 64, 72, 128]
+RANKS = [None, 8, 16, 24, 32, 64, (72, 8), 128]
 BIASES = {"none": lambda b: None, "T": lambda b: b, "float32": lambda b: b.float() * 1.001}
 PRODUCTS = {
     "rows": [(), 1, 2, 63, 64, 65, 130, (2, 3, 5)],
@@ -355,6 +355,19 @@ def refused_for_gradients(kernel, device, name, argument):
     text = REFUSED.format(function.__name__, argument)
     assert outcome(function, arguments) == (ValueError, text)
     return function, arguments
+
+
+@pytest.mark.parametrize("name", ["lora_down", *FP8_PRODUCTS, "linears_lora"])
+def test_no_derivatives_of_later_tensors_of_a_sequence(kernel, device, name):
+    function, arguments = sample(kernel, name, dtype=torch.bfloat16, device=device)
+    argument = "downs" if name == "lora_down" else "ups" if "ups" in arguments else "up"
+    if argument != "downs":
+        first, *others = arguments["ups"] if argument == "ups" else (arguments["up"],)
+        several = first[:, :8].clone(), first[:, 8:].clone().requires_grad_()
+        arguments[argument] = (several, *others) if argument == "ups" else several
+    else:
+        arguments["downs"][1].requires_grad_()
+    assert outcome(function, arguments) == (ValueError, REFUSED.format(name, argument))
 
 
 @pytest.mark.parametrize(("name", "argument"), OF_TENSORS)

@@ -125,7 +125,8 @@ def test_gelu(
     options = {"weight_scale": weight_scale, "bias": bias, "approximate": approximate, "rank": rank}
     arguments = gelu_arguments(*size, **options, device=device)
     if rank is not None and is_float16:
-        arguments |= {"low": arguments["low"].half(), "up": arguments["up"].half()}
+        halves = {key: arguments[key] for key in ("low", "up")}
+        arguments |= map_tensors(torch.Tensor.half, halves)
     check_gelu(kernel, arguments)
 
 
@@ -198,7 +199,7 @@ def test_gelu_of_many_tiles(kernel, device, approximate):
 @pytest.mark.parametrize("out_features", [136, 1301])
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_smoke_of_gelu(kernel, device, approximate, out_features, is_blocked):
-    options = {"approximate": approximate, "rank": 72 if is_blocked else 16}
+    options = {"approximate": approximate, "rank": (72, 8) if is_blocked else 16}
     size = (130, out_features, 400, is_blocked)
     check_gelu(kernel, gelu_arguments(*size, **options, device=device))
 
@@ -238,7 +239,7 @@ def check_linears(kernel, arguments):
     dtype=[torch.bfloat16, torch.float16],
     weight_scale=WEIGHT_SCALES,
     bias=BIASES,
-    ranks=[(None, None, None), (8, 64, 24), (None, 16, 128), (72, None, None)],
+    ranks=[(None, None, None), (8, 64, 24), (None, 16, 128), ((72, 8), None, (16, 16, 64, 8))],
 )
 def test_linears(
     kernel, device, rows, out_features, in_features, is_blocked, dtype, weight_scale, bias, ranks
@@ -277,7 +278,7 @@ def test_linears_of_many_tiles(kernel, device, is_blocked):
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_smoke_of_linears(kernel, device, is_blocked):
     one = linear_arguments(130, 8, 400, is_blocked, torch.bfloat16, device)
-    check_linears(kernel, several_weights(one, (136, 1301, 8), (None, 72, 16)))
+    check_linears(kernel, several_weights(one, (136, 1301, 8), (None, (16, 72), 16)))
 
 
 @pytest.mark.parametrize("argument", ["weights", "weight_scales", "biases", "lows", "ups"])
@@ -368,7 +369,7 @@ def test_residual(
 
 
 # For tiles of 128 and of 192 columns.
-@pytest.mark.parametrize(("gate", "rank"), [("B_1_N", None), ("B_1_N", 72), ("B_S_N", 16)])
+@pytest.mark.parametrize(("gate", "rank"), [("B_1_N", None), ("B_1_N", (8, 64)), ("B_S_N", 16)])
 @pytest.mark.parametrize("size", [(2305, 4104, 1040), (2561, 3200, 272)], ids=str)
 def test_residual_of_many_tiles(kernel, device, gate, rank, size):
     rows, out_features, in_features = size

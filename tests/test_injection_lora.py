@@ -21,10 +21,10 @@ WEIGHTS = [0.5, 1.5]
 NAMES = ["one", "two"]
 
 
-def add_adapters(family, model):
+def add_adapters(family, model, ranks=(2, 8)):
     """Two of different ranks and weights on all linear layers of the blocks."""
-    for seed, name in enumerate(NAMES):
-        add_lora(family, model, name, seed, rank=2 + 6 * seed, targets=linear_layers(family, model))
+    for seed, (name, rank) in enumerate(zip(NAMES, ranks, strict=True)):
+        add_lora(family, model, name, seed, rank=rank, targets=linear_layers(family, model))
     model.set_adapters(NAMES, WEIGHTS)
 
 
@@ -83,7 +83,7 @@ def test_active_adapters_in_16_bits(kernel, device, family, peft_calls, products
 def test_layers_of_one_input_share_a_first_product(
     kernel, device, name, is_fp8, products_on_kernels
 ):
-    """Per block: query, key, value; the text's key and value; five layers alone."""
+    """Per block: query, key, value; the text's key and value; five layers alone. Nothing is copied for it."""
     if is_fp8:
         pytest.importorskip("torchao")
     family = FAMILIES[name]
@@ -92,10 +92,14 @@ def test_layers_of_one_input_share_a_first_product(
     if is_fp8:
         for block in blocks:
             fp8_models.quantize(block)
-    add_adapters(family, model)
+    add_adapters(family, model, ranks=(8, 16))
     kernel.inject_kernels(model)
-    names = operators_of(run, model, family.inputs(device, torch.bfloat16))
+    arguments = family.inputs(device, torch.bfloat16)
+    run(model, arguments)
+    names = operators_of(run, model, arguments)
     assert names.count("lora_down") == 7 * len(blocks)
+    model.disable_adapters()
+    assert names.count("cat") == operators_of(run, model, arguments).count("cat")
 
 
 def merge(model, plain):

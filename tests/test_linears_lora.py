@@ -62,7 +62,7 @@ def check(kernel, arguments):
     rows=[(), (1,), (65,), (130,), (2, 3, 5), (0,), (257,)],
     layers=[
         *([(7, 8)], [(64, None)], [(130, 72)], [(256, 16), (1, 24)], [(40, 64), (200, None)]),
-        *([(8, 128), (0, 8), (193, 40)], [(64, 24), (64, 8), (64, 64)], [(0, None)]),
+        *([(8, 128), (0, 8), (193, 40)], [(64, 24), (64, 8), (64, (8, 72, 64, 16))], [(0, None)]),
     ],
     in_features=[8, 64, 72, 200, 512],
     has_biases=[None, False, True],
@@ -111,7 +111,7 @@ def test_many_tiles(kernel, device, rows, out_features, in_features, approximate
 @pytest.mark.sanitize
 @pytest.mark.parametrize("approximate", APPROXIMATIONS)
 def test_smoke(kernel, device, approximate):
-    sizes = (136, 1301, 8), (72, 16, None)
+    sizes = (136, 1301, 8), (72, (16, 72), None)
     arguments = lora_operands((130, 200), *sizes, dtype=torch.bfloat16, device=device)
     check(kernel, {**arguments, "approximate": approximate})
 
@@ -340,6 +340,43 @@ def test_mistakes(kernel, device, argument, number):
     memory = MemorySnapshot(tensors_of(arguments))
     assert outcome(function, arguments) == expected
     memory.assert_unchanged()
+    assert compiled_outcome(function, arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("ups", "error", "text"),
+    [
+        (
+            lambda up: (up, up),
+            ValueError,
+            "the ups of all layers must have the columns of low, got more",
+        ),
+        (lambda up: (), ValueError, "ups[0] must hold 1 to 4 tensors, got 0"),
+        (lambda up: (up,) * 5, ValueError, "ups[0] must hold 1 to 4 tensors, got 5"),
+        (lambda up: (up, None), TypeError, "ups[0][1] must be a tensor, got None"),
+        (
+            lambda up: (up[:, :8].clone(), up[:, :4].clone()),
+            ValueError,
+            "ups[0][1] must have a last dimension that is a positive multiple of 8, got 4",
+        ),
+        (
+            lambda up: (up[:, :8], up[:, 8:]),
+            ValueError,
+            "ups[0] must be contiguous, got shape (40, 8) with strides (24, 1)",
+        ),
+        (
+            lambda up: (up[:, :8].clone(), up.half()),
+            ValueError,
+            "ups[0][1] must have the dtype of lows[0] (bfloat16), got float16",
+        ),
+    ],
+)
+def test_mistakes_of_several_ups(kernel, device, ups, error, text):
+    function, arguments = sample(kernel, "linears_lora", dtype=torch.bfloat16, device=device)
+    first, *others = arguments["ups"]
+    arguments["ups"] = (ups(first), *others)
+    expected = error, f"linears_lora: {text}"
+    assert outcome(function, arguments) == expected
     assert compiled_outcome(function, arguments) == expected
 
 

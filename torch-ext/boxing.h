@@ -110,6 +110,8 @@ using OptionalTensor = std::optional<Tensor>;
 using TwoTensors = std::pair<OwnedTensor, OwnedTensor>;
 using ThreeTensors = std::tuple<OwnedTensor, OwnedTensor, OwnedTensor>;
 using TensorList = std::vector<OwnedTensor>;
+using Tensors = std::vector<Tensor>;
+using Numbers = std::vector<double>;
 
 // One argument of a call. It takes ownership from the stack, so that the value is freed in any case.
 template <typename T>
@@ -141,6 +143,50 @@ class Argument<OptionalTensor> {
 
  private:
   OwnedTensor tensor_;
+};
+
+struct DeleteList {
+  void operator()(StableListHandle list) const { torch_delete_list(list); }
+};
+
+// Calls body with each item of a list or None, as a T.
+template <typename T, typename Body>
+void for_items(StableIValue value, const Body& body) {
+  const auto list = torch::stable::detail::to<std::optional<StableListHandle>>(value);
+  if (!list.has_value()) return;
+  const std::unique_ptr<std::remove_pointer_t<StableListHandle>, DeleteList> owned(*list);
+  size_t size = 0;
+  TORCH_ERROR_CODE_CHECK(torch_list_size(*list, &size));
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue item{};
+    TORCH_ERROR_CODE_CHECK(torch_list_get_item(*list, i, &item));
+    body(torch::stable::detail::to<T>(item));
+  }
+}
+
+// A list or None, which is an empty one.
+template <>
+class Argument<Tensors> {
+ public:
+  explicit Argument(StableIValue value) {
+    for_items<AtenTensorHandle>(value, [&](AtenTensorHandle tensor) { tensors_.emplace_back(tensor); });
+  }
+  Tensors get() const { return {tensors_.begin(), tensors_.end()}; }
+
+ private:
+  TensorList tensors_;
+};
+
+template <>
+class Argument<Numbers> {
+ public:
+  explicit Argument(StableIValue value) {
+    for_items<double>(value, [&](double number) { numbers_.push_back(number); });
+  }
+  Numbers get() const { return numbers_; }
+
+ private:
+  Numbers numbers_;
 };
 
 inline StableIValue released(OwnedTensor& tensor) { return torch::stable::detail::from(tensor.release()); }

@@ -54,7 +54,7 @@ inline int64_t fp8_blocks(int64_t hidden) { return (hidden + kFp8BlockSize - 1) 
 // Fails unless these are FP8 values of this shape and scales, this number a row, on x's device, which share
 // no memory with each other and with the inputs.
 inline void check_fp8_out(const ArgumentChecker& check, const Tensor& values, const Tensor& scale,
-                          const Sizes& shape, int64_t scales, std::initializer_list<ReadTensor> read) {
+                          const Sizes& shape, int64_t scales, const std::vector<ReadTensor>& read) {
   Sizes scale_shape = shape;
   scale_shape.back() = scales;
   check.same_device("values_out", values);

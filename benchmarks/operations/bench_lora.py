@@ -1,7 +1,7 @@
 """LoRA: linear layers with an adapter beside the layers alone, in 16 bits and in FP8.
 
-Layers that read the same input are a group: query, key and value of FLUX.1 and of Wan 14B, and the two layers
-of their feed-forwards. Modes are
+Layers that read the same input are a group: query, key and value of FLUX.1, LTX-Video and Wan 14B, and the
+layers of their feed-forwards. Modes are
 
 - none: the layers without an adapter, GELU in cuBLAS' epilogue;
 - ours: one lora_down for the group, and linears_lora;
@@ -46,6 +46,8 @@ GROUPS = (
     ("FLUX.1 feed-forward in", 4608, (12288,), 3072, True),
     ("FLUX.1 feed-forward out", 4096, (3072,), 12288, False),
     ("FLUX.1 text query, key, value", 512, (3072,) * 3, 3072, False),
+    ("LTX-Video query, key, value", 8064, (2048,) * 3, 2048, False),
+    ("LTX-Video feed-forward out", 8064, (2048,), 8192, False),
     ("Wan 14B query, key, value", 32760, (5120,) * 3, 5120, False),
     ("Wan 14B feed-forward in", 32760, (13824,), 5120, True),
     ("Wan 14B feed-forward out", 32760, (5120,), 13824, False),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <span>
 
 #include "elements.h"
 #include "functions.h"
@@ -75,10 +76,10 @@ struct Tile {
     return p.x_scale[(first_row + row) * blocks + feature / kFp8BlockSize];
   }
 
+  // Adds the product to the totals.
   template <typename Scale>
   void multiply(const Matrix& x, const Matrix& weight, int64_t features, TileSums& totals,
                 const Scale& scale) const {
-    std::fill_n(&totals[0][0], kTileRows * kTileColumns, 0.0f);
     for (int64_t feature = 0; feature < features; feature += kPanel) {
       const int64_t count = std::min(kPanel, features - feature);
       load_weight(weight, feature, count);
@@ -89,6 +90,8 @@ struct Tile {
 
   void multiply() const {
     const auto one = [](int64_t, int64_t) { return 1.0f; };
+    for (TileSums* sums : {&s.products, &s.low_rank})
+      std::fill_n(&(*sums)[0][0], kTileRows * kTileColumns, 0.0f);
     const Matrix x{p.x, p.in_features, is_fp8(), p.dtype};
     const Matrix weight{layer.weight, p.in_features, is_fp8(), p.dtype};
     if (p.x_is_blocked)
@@ -96,9 +99,11 @@ struct Tile {
                [&](int64_t row, int64_t feature) { return block_scale(row, feature); });
     else
       multiply(x, weight, p.in_features, s.products, one);
-    const Matrix low{layer.low, layer.low_stride, false, p.low_dtype};
-    const Matrix up{layer.up, layer.rank, false, p.low_dtype};
-    multiply(low, up, layer.rank, s.low_rank, one);
+    for (const LowRankUp& up : std::span(layer.ups).first(static_cast<size_t>(layer.up_count))) {
+      const void* low = static_cast<const uint16_t*>(layer.low) + up.low_column;
+      multiply(Matrix{low, layer.low_stride, false, p.low_dtype},
+               Matrix{up.data, up.rank, false, p.low_dtype}, up.rank, s.low_rank, one);
+    }
   }
 
   // Writes columns() values of a row: with scales, low-rank term and bias.

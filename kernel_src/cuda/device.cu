@@ -48,4 +48,21 @@ int multiprocessor_count(const char* operation, int device) {
                       [&] { return attribute(operation, cudaDevAttrMultiProcessorCount, device); });
 }
 
+int cluster_count(const char* operation, const void* kernel, int device, int blocks) {
+  static std::array<DeviceValues, kMaxClusterBlocks> values{};
+  return cached_value(values[static_cast<size_t>(blocks - 1)], device, [&] {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = config.blockDim = dim3(static_cast<unsigned>(blocks));
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    config.dynamicSmemBytes = kMaxSharedBytes;
+    int count = 0;
+    throw_on_error(operation, cudaOccupancyMaxActiveClusters(&count, kernel, &config));
+    return count;
+  });
+}
+
 }  // namespace h100_diffusers_kernels

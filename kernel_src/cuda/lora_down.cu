@@ -213,36 +213,48 @@ __device__ __forceinline__ void multiply_stages(const DownParams& params, const 
   }
 }
 
-// Adds the sums of all groups and blocks of the cluster for a part of the rows, and stores 16-bit values.
+__device__ __forceinline__ void add(float4& sum, float4 term) {
+  sum.x += term.x;
+  sum.y += term.y;
+  sum.z += term.z;
+  sum.w += term.w;
+}
+
+// Adds the sums of a block's groups in the place of the first group's.
+template <class Tile>
+__device__ __forceinline__ void add_depth_groups(const Tile& tile) {
+  constexpr int kFours = Tile::kColumns / 4;
+  for (int i = threadIdx.x; i < Tile::kRows * kFours; i += Tile::kThreads) {
+    const int row = i / kFours, column = i % kFours * 4;
+    float4 sum = load_shared_float4(tile.sums(0, row, column));
+#pragma unroll
+    for (int group = 1; group < Tile::kDepthGroups; ++group)
+      add(sum, load_shared_float4(tile.sums(group, row, column)));
+    store_shared(tile.sums(0, row, column), sum);
+  }
+}
+
+// Adds the sums of all blocks of the cluster for this block's part of the tile, and stores 16-bit values.
 template <typename T, class Tile>
 __device__ __forceinline__ void store_sums(const DownParams& params, const Tile& tile, const DownPart& part) {
-  constexpr int kPack = kPackSize<T, Access::kVector>, kPacks = Tile::kColumns / kPack;
-  static_assert(kPack == kLoraColumnStep);
-  for (int i = part.rank * Tile::kThreads + static_cast<int>(threadIdx.x); i < Tile::kRows * kPacks;
-       i += params.splits * Tile::kThreads) {
+  constexpr int kPack = kLoraColumnStep, kPacks = Tile::kColumns / kPack, kCount = Tile::kRows * kPacks;
+  const int end = kCount * (part.rank + 1) / params.splits;
+  for (int i = kCount * part.rank / params.splits + static_cast<int>(threadIdx.x); i < end;
+       i += Tile::kThreads) {
     const int row = i / kPacks, column = i % kPacks * kPack;
     if (part.row + row >= params.args.rows || part.column + column >= params.args.columns) continue;
-    float values[kPack] = {};
+    float4 sums[2] = {};
 #pragma unroll 1
     for (int rank = 0; rank < params.splits; ++rank) {
-#pragma unroll
-      for (int group = 0; group < Tile::kDepthGroups; ++group) {
-        const uint32_t sums = mapa(tile.sums(group, row, column), rank);
-#pragma unroll
-        for (int j = 0; j < kPack; j += 4) {
-          const float4 four = load_cluster_float4(sums + j * sizeof(float));
-          values[j] += four.x;
-          values[j + 1] += four.y;
-          values[j + 2] += four.z;
-          values[j + 3] += four.w;
-        }
-      }
+      const uint32_t address = mapa(tile.sums(0, row, column), rank);
+      add(sums[0], load_cluster_float4(address));
+      add(sums[1], load_cluster_float4(address + sizeof(float4)));
     }
-    // A pack is in one group.
     const float scale =
         params.args.downs[params.groups[(part.column + column) / params.group_rows].down].scale;
+    float values[kPack];
 #pragma unroll
-    for (float& value : values) value *= scale;
+    for (int j = 0; j < kPack; ++j) values[j] = scale * (&sums[j / 4].x)[j % 4];
     store_floats(static_cast<T*>(params.args.out) + (int64_t{part.row} + row) * params.args.columns +
                      part.column + column,
                  values);
@@ -276,6 +288,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
       store_shared(tile.sums(depth_group, row + i / 2 % 2 * 8, i / 4 * 8 + 2 * (lane % 4)),
                    make_float2(sums[i], sums[i + 1]));
   }
+  if constexpr (Tile::kDepthGroups > 1) {
+    __syncthreads();
+    add_depth_groups(tile);
+  }
   sync_cluster();
   store_sums<T>(params, tile, part);
   // A block must not end before the others have read its sums.
@@ -285,8 +301,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerMultiprocessor
 // ---------------------------------------------------------------------------------------------------------
 // Launch
 
-constexpr int kMaxSplits = 8;  // the largest cluster that every H100 runs
-
 // Calls body with the splits as a constant. Clusters of 5 and 7 would leave multiprocessors of a GPC unused.
 template <typename Body>
 void for_each_split(const Body& body) {
@@ -295,19 +309,22 @@ void for_each_split(const Body& body) {
   body(Constant<3>{});
   body(Constant<4>{});
   body(Constant<6>{});
-  body(Constant<kMaxSplits>{});
+  body(Constant<kMaxClusterBlocks>{});
 }
 
 // Returns the splits with the least time, in stages that the busiest multiprocessor computes. A block's begin
 // and end take about as long as three.
-int choose_splits(int64_t tiles, int64_t depth_tiles, int multiprocessors, int blocks_per_multiprocessor) {
+template <class Tile>
+int choose_splits(int64_t tiles, int64_t depth_tiles, const void* kernel, int device) {
   constexpr int64_t kEnds = 3;
   int64_t best = 0;
   int best_splits = 0;
   for_each_split([&](auto splits) {
-    const int64_t blocks = tiles * splits;
-    const int64_t time = ceil_divide(blocks, multiprocessors) * ceil_divide(depth_tiles, splits) +
-                         ceil_divide(blocks, multiprocessors * blocks_per_multiprocessor) * kEnds;
+    const int clusters = cluster_count(kOperation, kernel, device, splits);
+    if (clusters == 0) return;
+    const int64_t blocks = ceil_divide(tiles, clusters);
+    const int64_t time = blocks * ceil_divide(depth_tiles, splits) +
+                         ceil_divide(blocks, Tile::kBlocksPerMultiprocessor) * kEnds;
     if (best_splits != 0 && (splits > depth_tiles || time >= best)) return;
     best = time;
     best_splits = splits;
@@ -343,10 +360,10 @@ void launch_tiles(const LoraDownParams& args, Stream stream) {
     params.downs[i] = map_matrix(kOperation, kProductMapType<T>, sizeof(T), args.downs[i].data,
                                  args.downs[i].rows, args.in_features, args.in_features, params.group_rows);
   const int64_t tiles = ceil_divide(args.rows, Tile::kRows) * params.column_tiles;
-  params.splits = choose_splits(tiles, params.depth_tiles, multiprocessor_count(kOperation, stream.device),
-                                Tile::kBlocksPerMultiprocessor);
   constexpr auto kKernel = lora_down_kernel<T, Tile>;
   allow_dynamic_shared_memory<kKernel>(kOperation, stream.device);
+  params.splits =
+      choose_splits<Tile>(tiles, params.depth_tiles, reinterpret_cast<const void*>(kKernel), stream.device);
   for_each_split([&](auto splits) {
     if (splits != params.splits) return;
     launch_kernel<splits>(kOperation, kKernel, dim3(static_cast<unsigned>(tiles * splits)), Tile::kThreads,
@@ -359,7 +376,7 @@ template <typename T, typename X, int kColumns>
 void launch_columns(const LoraDownParams& args, Stream stream) {
   const int64_t tiles =
       ceil_divide(args.rows, 2 * kWarpGroupRows) * ceil_divide(args.columns, int64_t{kColumns});
-  if (tiles * kMaxSplits < multiprocessor_count(kOperation, stream.device))
+  if (tiles * kMaxClusterBlocks < multiprocessor_count(kOperation, stream.device))
     return launch_tiles<T, DownTile<X, 1, kColumns == 128 ? 2 : 4, kColumns>>(args, stream);
   launch_tiles<T, DownTile<X, 2, 1, kColumns>>(args, stream);
 }

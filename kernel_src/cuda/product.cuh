@@ -100,7 +100,7 @@ class Product {
     load_factors(tile, factors);
     float sums[kValues];
     if constexpr (kIs16Bit)
-      multiply_16_bit(sums);
+      multiply_16_bit(tile, sums);
     else
       multiply_fp8(tile, first_row, rows, sums);
     store(tile, first_row, rows, factors, sums);
@@ -155,20 +155,28 @@ class Product {
     wgmma_commit_group();
   }
 
-  // One wgmma group is in flight while the next stage is awaited.
-  __device__ __forceinline__ void multiply_16_bit(float (&sums)[kValues]) {
+  // One wgmma group is in flight while the next stage is awaited. The low-rank term's stages come last.
+  __device__ __forceinline__ void multiply_16_bit(const ProductTile& tile, float (&sums)[kValues]) {
     using T = typename Output::Element;
     constexpr int kSteps = kBoxColumns / kWgmmaDepth;
     begin_16_bit_stage<T, kSteps>(sums, false);
     int previous = state_.stage;
     state_.advance();
-#pragma unroll 1
-    for (int k = 1; k < params_.depth_tiles; ++k) {
-      begin_16_bit_stage<T, kSteps>(sums);
+    const auto next = [&] {
       wgmma_wait_group<1>();
       release(previous);
       previous = state_.stage;
       state_.advance();
+    };
+#pragma unroll 1
+    for (int k = 1; k < params_.depth_tiles; ++k) {
+      begin_16_bit_stage<T, kSteps>(sums);
+      next();
+    }
+#pragma unroll 1
+    for (int k = 0; k < params_.low_stages[tile.layer]; ++k) {
+      begin_low_stage<T>(tile, k, sums);
+      next();
     }
     wgmma_wait_group();
     compiler_fence(sums);
@@ -215,31 +223,30 @@ class Product {
 
   __device__ __forceinline__ void add_low_stages(const ProductTile& tile, float (&sums)[kValues]) {
 #pragma unroll 1
-    for (int k = 0; k < params_.low_tiles[tile.layer]; ++k) {
-      const int columns = static_cast<int>(params_.args.layers[tile.layer].rank) - k * kBoxColumns;
+    for (int k = 0; k < params_.low_stages[tile.layer]; ++k) {
       if constexpr (sizeof(typename Output::Element) == 2)
-        add_low_stage<typename Output::Element>(columns, sums);
+        begin_low_stage<typename Output::Element>(tile, k, sums);
       else if (params_.args.low_dtype == DType::kFloat16)
-        add_low_stage<__half>(columns, sums);
+        begin_low_stage<__half>(tile, k, sums);
       else
-        add_low_stage<__nv_bfloat16>(columns, sums);
+        begin_low_stage<__nv_bfloat16>(tile, k, sums);
+      wgmma_wait_group();
+      compiler_fence(sums);
       release(state_.stage);
       state_.advance();
     }
   }
 
-  // Columns beyond the rank are zeros. The branches have a fixed number of wgmmas each: otherwise the
-  // compiler adds a fence to each of them.
+  // The branches have a fixed number of wgmmas each: otherwise the compiler adds a fence to each of them.
   template <typename T>
-  __device__ __forceinline__ void add_low_stage(int columns, float (&sums)[kValues]) {
+  __device__ __forceinline__ void begin_low_stage(const ProductTile& tile, int k, float (&sums)[kValues]) {
+    const int columns = LowStage(params_, tile.layer, k).columns;
     if (columns <= kWgmmaDepth)
       begin_16_bit_stage<T, 1>(sums);
     else if (columns <= 2 * kWgmmaDepth)
       begin_16_bit_stage<T, 2>(sums);
     else
       begin_16_bit_stage<T, 4>(sums);
-    wgmma_wait_group();
-    compiler_fence(sums);
   }
 
   // This warp group's rows in the next stage.
@@ -308,7 +315,7 @@ class Product {
         values[1] = fmaf(values[1], row_scale * pair.z, pair.w);
       }
     }
-    if (params_.low_tiles[tile.layer] > 0) add_low_rank(tile, columns, sums);
+    if (!kIs16Bit && params_.low_stages[tile.layer] > 0) add_low_rank(tile, columns, sums);
     Output::finish(params_, role_, ProductPosition{first_row, tile.column}, sums);
     if (!params_.is_out_mapped[tile.layer]) {
       store_unmapped(tile, first_row, rows, sums);
@@ -374,7 +381,7 @@ __device__ __forceinline__ void sync_cluster() {
 template <int kColumns, class Output, Operands kOperands>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(const __grid_constant__ ProductParams params) {
-  constexpr int kLoadRegisters = 24, kMultiplyRegisters = 240;  // the least of setmaxnreg, and what is left
+  constexpr int kLoadRegisters = 32, kMultiplyRegisters = 240;  // in steps of 8
   static_assert((kProductGroups * kMultiplyRegisters + kLoadRegisters) * kWarpGroupThreads <=
                 kMultiprocessorRegisters);
   using M = ProductMemory<kColumns, sizeof(typename Output::Element)>;
@@ -456,11 +463,16 @@ void launch_product(const char* operation, const LinearParams& args, Stream stre
                                    args.in_features, args.in_features, kHalf);
     if (layer.rank > 0) {
       const CUtensorMapDataType low_type = tensor_map_type(args.low_dtype);
-      params.low_tiles[i] = static_cast<int>(ceil_divide(layer.rank, kBoxColumns));
       params.lows[i] = map_matrix(operation, low_type, 2, layer.low, args.rows, layer.rank, layer.low_stride,
                                   kProductTileRows);
-      params.ups[i] =
-          map_matrix(operation, low_type, 2, layer.up, layer.out_features, layer.rank, layer.rank, kHalf);
+      for (int j = 0; j < kMaxLowRankUps; ++j) {
+        params.first_low_stages[i][j] = params.low_stages[i];
+        if (j >= layer.up_count) continue;
+        const LowRankUp& up = layer.ups[j];
+        params.ups[i][j] =
+            map_matrix(operation, low_type, 2, up.data, layer.out_features, up.rank, up.rank, kHalf);
+        params.low_stages[i] += static_cast<int>(ceil_divide(up.rank, kBoxColumns));
+      }
     }
     params.is_out_mapped[i] =
         is_16_byte_aligned(layer.out) && (args.rows == 1 || layer.out_stride * kOutBytes % kVectorBytes == 0);

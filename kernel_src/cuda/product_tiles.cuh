@@ -65,11 +65,13 @@ struct ProductMemory {
 constexpr int kProductGroupPairs = 8;
 
 struct ProductParams {
-  CUtensorMap x, weights[kMaxLinearLayers], lows[kMaxLinearLayers], ups[kMaxLinearLayers],
+  CUtensorMap x, weights[kMaxLinearLayers], lows[kMaxLinearLayers], ups[kMaxLinearLayers][kMaxLowRankUps],
       outs[kMaxLinearLayers], residual;
   LinearParams args;
   int row_pairs, column_tiles, depth_tiles;
-  int low_tiles[kMaxLinearLayers];       // stages of each layer's low-rank term
+  int low_stages[kMaxLinearLayers];  // of each layer's low-rank term
+  // Each up's first stage; low_stages if it is absent.
+  int first_low_stages[kMaxLinearLayers][kMaxLowRankUps];
   int first_tiles[kMaxLinearLayers];     // each layer's first tile of columns; column_tiles if it is absent
   FastDivisor group_tiles;               // of kProductGroupPairs pairs of row tiles
   bool is_out_mapped[kMaxLinearLayers];  // and the residual, if there is one
@@ -96,6 +98,23 @@ struct ProductTile {
   }
 };
 
+// A stage of a layer's low-rank term: up to 64 columns of an up, and those of low. Beyond the up's last
+// column its zeros are multiplied by what low has there.
+struct LowStage {
+  int up, column, low_column, columns;
+
+  __device__ __forceinline__ LowStage(const ProductParams& params, int layer, int stage) {
+    const auto& first_stages = params.first_low_stages[layer];
+    up = 0;
+#pragma unroll
+    for (int i = 1; i < kMaxLowRankUps; ++i) up += stage >= first_stages[i];
+    column = (stage - first_stages[up]) * kBoxColumns;
+    const LowRankUp& operand = params.args.layers[layer].ups[up];
+    low_column = operand.low_column + column;
+    columns = operand.rank - column;
+  }
+};
+
 // Loads the stages of each tile: those of x and the weight, then those of its low-rank term, which have the
 // same size.
 template <Operands kOperands, class M>
@@ -107,19 +126,23 @@ __device__ __forceinline__ void load_product_tiles(const ProductParams& params, 
   for (int index = blockIdx.x / kProductClusterBlocks; index < params.tiles();
        index += gridDim.x / kProductClusterBlocks) {
     const ProductTile tile(params, index, rank, M::kColumns);
-    const auto load = [&](const CUtensorMap& x, const CUtensorMap& weight, int feature) {
+    const auto load = [&](const CUtensorMap& x, int x_column, const CUtensorMap& weight, int column) {
       state.wait_empty(ring);
       const Barrier full = ring.full(state.stage);
       full.arrive_expect_tx(M::kStageBytes);
-      tma_load(memory.x(state.stage), x, full, MatrixBox{feature, tile.row});
+      tma_load(memory.x(state.stage), x, full, MatrixBox{x_column, tile.row});
       tma_load_multicast(memory.weight(state.stage) + rank * kHalf * kBoxRowBytes, weight, full,
-                         MatrixBox{feature, tile.column + rank * kHalf}, kAllBlocks);
+                         MatrixBox{column, tile.column + rank * kHalf}, kAllBlocks);
       state.advance();
     };
-    for (int k = 0; k < params.depth_tiles; ++k)
-      load(params.x, params.weights[tile.layer], k * kProductDepth<kOperands>);
-    for (int k = 0; k < params.low_tiles[tile.layer]; ++k)
-      load(params.lows[tile.layer], params.ups[tile.layer], k * kBoxColumns);
+    for (int k = 0; k < params.depth_tiles; ++k) {
+      const int feature = k * kProductDepth<kOperands>;
+      load(params.x, feature, params.weights[tile.layer], feature);
+    }
+    for (int k = 0; k < params.low_stages[tile.layer]; ++k) {
+      const LowStage stage(params, tile.layer, k);
+      load(params.lows[tile.layer], stage.low_column, params.ups[tile.layer][stage.up], stage.column);
+    }
   }
 }
 

@@ -39,6 +39,12 @@ __device__ __forceinline__ void store_shared(uint32_t address, float2 pair) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(pair.x), "f"(pair.y) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, float4 values) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(values.x), "f"(values.y),
+               "f"(values.z), "f"(values.w)
+               : "memory");
+}
+
 __device__ __forceinline__ float4 load_shared_float4(uint32_t address) {
   float4 values;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -84,6 +84,17 @@ inline void throw_on_error(const char* operation, cudaError_t error) {
 // Returns the number of multiprocessors, which is queried once per device (device.cu).
 int multiprocessor_count(const char* operation, int device);
 
+constexpr int kMaxClusterBlocks = 8;  // the largest portable size
+
+// Returns the number of clusters that run at the same time, with one block on a multiprocessor (device.cu).
+// Clusters do not span GPCs, of which some have fewer multiprocessors.
+//
+// Args:
+//   kernel: any for which allow_dynamic_shared_memory has been called
+//   device: the current one
+//   blocks: of a cluster
+int cluster_count(const char* operation, const void* kernel, int device, int blocks);
+
 // Lets blocks of the kernel have kMaxSharedBytes of dynamic shared memory, once per device. By default the
 // limit is 48 KiB, and L1 keeps much of the multiprocessor's memory.
 template <auto kKernel>

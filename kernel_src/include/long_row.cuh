@@ -17,7 +17,6 @@ namespace h100_diffusers_kernels {
 constexpr int kLongRowThreads = 256;
 constexpr int kLongRowPacks = 2048;
 static_assert(6 * kLongRowPacks * kVectorBytes <= kMaxSharedBytes);
-constexpr int kMaxClusterBlocks = 8;  // the largest portable size
 
 // Returns the shared memory of each block, with 16 bytes for each pack of each operand.
 inline int64_t long_row_shared_bytes(int64_t packs, int operands, int cluster_blocks = 1,

@@ -406,8 +406,15 @@ void quantize_fp8(const QuantizeFp8Params& params, Stream stream);
 constexpr int64_t kMaxProductRows = int64_t{1} << 30;
 
 // A linear layer: its weight (out_features, in_features), contiguous and aligned to 16 bytes, and its result.
-// low up^T is added to the product if rank is not 0. Both are 16-bit and aligned to 16 bytes; rank is a
-// multiple of 8.
+// low up^T is added to the product if rank is not 0, with the columns of several ups next to each other. All
+// are 16-bit and aligned to 16 bytes; ranks are multiples of 8.
+struct LowRankUp {
+  const void* data;  // (out_features, rank), contiguous
+  int32_t rank;
+  int32_t low_column;  // the first of its columns of low
+};
+constexpr int kMaxLowRankUps = 4;
+
 struct LinearLayer {
   int64_t out_features;
   const void* weight;
@@ -415,10 +422,11 @@ struct LinearLayer {
   bool has_one_scale;  // otherwise each row of the weight has one
   const void* bias;    // (out_features,), may be null
   DType bias_dtype;
-  int64_t rank;
+  int64_t rank;        // of all ups
   const void* low;     // (rows, rank)
   int64_t low_stride;  // of low's rows, a multiple of 8
-  const void* up;      // (out_features, rank), contiguous
+  LowRankUp ups[kMaxLowRankUps];
+  int32_t up_count;
   void* out;           // (rows, out_features)
   int64_t out_stride;  // of out's rows
 };

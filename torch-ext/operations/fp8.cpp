@@ -71,8 +71,8 @@ constexpr Fp8LayerNames kLayers[kMaxLinearLayers] = {
 
 class LinearFp8Call {
  public:
-  LinearFp8Call(const char* operation, const Tensor& x, const Tensor& x_scale)
-      : x_(x), x_scale_(x_scale), check_(operation, "x", x, ArgumentChecker::Fp8{}) {
+  LinearFp8Call(const char* operation, const Tensor& x, const Tensor& x_scale, const Tensors& more_ups)
+      : x_(x), x_scale_(x_scale), more_ups_(more_ups), check_(operation, "x", x, ArgumentChecker::Fp8{}) {
     params_.in_features = check_.hidden();
     check_in_features(check_, kFp8Alignment);
     params_.x_is_blocked = check_x_scale(check_, x_scale);
@@ -102,7 +102,7 @@ class LinearFp8Call {
     check_.countable(names.weight, "number of rows", {added.out_features}, kMaxProductRows);
     added.weight = weight.const_data_ptr();
     added.scale = static_cast<const float*>(scale.const_data_ptr());
-    const LowRankTerm term{check_, names.low_rank, low, up};
+    const LowRankTerm term{check_, names.low_rank, low, up, more_ups_};
     if (!term.is_given()) return;
     if (result.has_value()) term.check_dtype("the result", *result);
     params_.low_dtype = term.check(added);
@@ -111,6 +111,7 @@ class LinearFp8Call {
 
   // residual + gate * product of the only layer, with the residual's dtype.
   OwnedTensor run_residual(const Tensor& residual, const OptionalTensor& gate) {
+    more_ups_.check_taken(check_.operation());
     const Sizes shape = shape_of(params_.layers[0]);
     const ArgumentChecker check(check_.operation(), "residual", residual, 1, false);
     check_.same_device("residual", residual);
@@ -136,6 +137,7 @@ class LinearFp8Call {
 
   // The 16-bit products of all weights.
   TensorList run(DType dtype) {
+    more_ups_.check_taken(check_.operation());
     params_.dtype = dtype;
     TensorList outs;
     outs.reserve(static_cast<size_t>(params_.layer_count));
@@ -166,7 +168,7 @@ class LinearFp8Call {
   }
 
   void run_gelu(bool tanh_approximation, const Tensor& out, const Tensor& scale,
-                std::initializer_list<ReadTensor> read) {
+                const std::vector<ReadTensor>& read) {
     const LinearLayer& layer = params_.layers[0];
     check_fp8_out(check_, out, scale, shape_of(layer), fp8_blocks(layer.out_features), read);
     launch_gelu(out, scale, tanh_approximation);
@@ -205,6 +207,7 @@ class LinearFp8Call {
   }
 
   void launch_gelu(const Tensor& out, const Tensor& scale, bool tanh_approximation) {
+    more_ups_.check_taken(check_.operation());
     params_.gelu = tanh_approximation ? Gelu::kTanh : Gelu::kErf;
     RowOperand of_scale;
     const auto launch = [&](const RowsAt& at, Stream stream) {
@@ -242,6 +245,7 @@ class LinearFp8Call {
   }
 
   const Tensor &x_, &x_scale_;
+  MoreUps more_ups_;
   const ArgumentChecker check_;
   OptionalTensor low_;  // of the last layer
   LinearParams params_{};
@@ -251,8 +255,9 @@ DType result_dtype(bool is_float16) { return is_float16 ? DType::kFloat16 : DTyp
 
 OwnedTensor call_linear_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                             const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
-                            const OptionalTensor& low, const OptionalTensor& up, bool is_float16) {
-  LinearFp8Call call(operation, x, x_scale);
+                            const OptionalTensor& low, const OptionalTensor& up, bool is_float16,
+                            const Tensors& more_ups) {
+  LinearFp8Call call(operation, x, x_scale, more_ups);
   call.add(kLayer, weight, weight_scale, bias, low, up, result_dtype(is_float16));
   return std::move(call.run(result_dtype(is_float16)).front());
 }
@@ -264,9 +269,10 @@ TensorList call_linears_fp8(const char* operation, const Tensor& x, const Tensor
                             const OptionalTensor& bias_1, const OptionalTensor& low_1,
                             const OptionalTensor& up_1, const OptionalTensor& weight_2,
                             const OptionalTensor& weight_scale_2, const OptionalTensor& bias_2,
-                            const OptionalTensor& low_2, const OptionalTensor& up_2, bool is_float16) {
+                            const OptionalTensor& low_2, const OptionalTensor& up_2, bool is_float16,
+                            const Tensors& more_ups) {
   const DType dtype = result_dtype(is_float16);
-  LinearFp8Call call(operation, x, x_scale);
+  LinearFp8Call call(operation, x, x_scale, more_ups);
   call.add(kLayers[0], weight_0, weight_scale_0, bias_0, low_0, up_0, dtype);
   call.add(kLayers[1], weight_1, weight_scale_1, bias_1, low_1, up_1, dtype);
   if (weight_2.has_value() && weight_scale_2.has_value())
@@ -276,9 +282,9 @@ TensorList call_linears_fp8(const char* operation, const Tensor& x, const Tensor
 
 TwoTensors call_linear_gelu_fp8(const char* operation, const Tensor& x, const Tensor& x_scale,
                                 const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
-                                const OptionalTensor& low, const OptionalTensor& up,
-                                bool tanh_approximation) {
-  LinearFp8Call call(operation, x, x_scale);
+                                const OptionalTensor& low, const OptionalTensor& up, bool tanh_approximation,
+                                const Tensors& more_ups) {
+  LinearFp8Call call(operation, x, x_scale, more_ups);
   call.add(kLayer, weight, weight_scale, bias, low, up);
   return call.run_gelu(tanh_approximation);
 }
@@ -286,53 +292,52 @@ TwoTensors call_linear_gelu_fp8(const char* operation, const Tensor& x, const Te
 void call_linear_gelu_fp8_out(const char* operation, const Tensor& x, const Tensor& x_scale,
                               const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
                               const OptionalTensor& low, const OptionalTensor& up, bool tanh_approximation,
-                              const Tensor& values_out, const Tensor& scale_out) {
-  LinearFp8Call call(operation, x, x_scale);
+                              const Tensor& values_out, const Tensor& scale_out, const Tensors& more_ups) {
+  LinearFp8Call call(operation, x, x_scale, more_ups);
   call.add(kLayer, weight, weight_scale, bias, low, up);
-  call.run_gelu(tanh_approximation, values_out, scale_out,
-                {{"x", x},
-                 {"x_scale", x_scale},
-                 {"weight", weight},
-                 {"weight_scale", weight_scale},
-                 {"bias", bias},
-                 {"low", low},
-                 {"up", up}});
+  std::vector<ReadTensor> read{
+      {"x", x},       {"x_scale", x_scale}, {"weight", weight}, {"weight_scale", weight_scale},
+      {"bias", bias}, {"low", low},         {"up", up}};
+  for (const Tensor& each : more_ups) read.push_back({"up", each});
+  call.run_gelu(tanh_approximation, values_out, scale_out, read);
 }
 
 OwnedTensor call_linear_gated_residual_fp8(const char* operation, const Tensor& residual, const Tensor& x,
                                            const Tensor& x_scale, const Tensor& weight,
                                            const Tensor& weight_scale, const OptionalTensor& bias,
                                            const OptionalTensor& low, const OptionalTensor& up,
-                                           const OptionalTensor& gate) {
-  LinearFp8Call call(operation, x, x_scale);
+                                           const OptionalTensor& gate, const Tensors& more_ups) {
+  LinearFp8Call call(operation, x, x_scale, more_ups);
   call.add(kLayer, weight, weight_scale, bias, low, up);
   return call.run_residual(residual, gate);
 }
 
-// In linears_fp8 the third weight and its scale are either both given or not.
+// In linears_fp8 the third weight and its scale are either both given or not. more_ups: MoreUps.
 constexpr Operation kOperations[] = {
     operation<"quantize_fp8(Tensor x, bool is_blocked) -> (Tensor, Tensor)", call_quantize_fp8>(),
     operation<
         "quantize_fp8_out(Tensor x, bool is_blocked, Tensor(a!) values_out, Tensor(b!) scale_out) -> ()",
         call_quantize_fp8_out>(),
     operation<"linear_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-              " Tensor? low, Tensor? up, bool is_float16) -> Tensor",
+              " Tensor? low, Tensor? up, bool is_float16, Tensor[]? more_up=None) -> Tensor",
               call_linear_fp8>(),
     operation<"linears_fp8(Tensor x, Tensor x_scale, Tensor weight_0, Tensor weight_scale_0, Tensor? bias_0,"
               " Tensor? low_0, Tensor? up_0, Tensor weight_1, Tensor weight_scale_1, Tensor? bias_1,"
               " Tensor? low_1, Tensor? up_1, Tensor? weight_2, Tensor? weight_scale_2, Tensor? bias_2,"
-              " Tensor? low_2, Tensor? up_2, bool is_float16) -> Tensor[]",
+              " Tensor? low_2, Tensor? up_2, bool is_float16, Tensor[]? more_ups=None) -> Tensor[]",
               call_linears_fp8>(),
     operation<"linear_gated_residual_fp8(Tensor residual, Tensor x, Tensor x_scale, Tensor weight,"
-              " Tensor weight_scale, Tensor? bias, Tensor? low, Tensor? up, Tensor? gate) -> Tensor",
+              " Tensor weight_scale, Tensor? bias, Tensor? low, Tensor? up, Tensor? gate,"
+              " Tensor[]? more_up=None) -> Tensor",
               call_linear_gated_residual_fp8>(),
     operation<"linear_gelu_fp8(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-              " Tensor? low, Tensor? up, bool tanh_approximation) -> (Tensor, Tensor)",
+              " Tensor? low, Tensor? up, bool tanh_approximation,"
+              " Tensor[]? more_up=None) -> (Tensor, Tensor)",
               call_linear_gelu_fp8>(),
     operation<
         "linear_gelu_fp8_out(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-        " Tensor? low, Tensor? up, bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out)"
-        " -> ()",
+        " Tensor? low, Tensor? up, bool tanh_approximation, Tensor(a!) values_out, Tensor(b!) scale_out,"
+        " Tensor[]? more_up=None) -> ()",
         call_linear_gelu_fp8_out>(),
 };
 

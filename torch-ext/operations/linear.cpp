@@ -29,8 +29,8 @@ using Outs = std::array<OptionalTensor, kMaxLinearLayers>;
 class LinearsLoraCall {
  public:
   LinearsLoraCall(const char* operation, const Tensor& x, const Layers& layers, bool has_gelu,
-                  bool tanh_approximation)
-      : x_(x), layers_(layers), check_(operation, "x", x, 1, false) {
+                  bool tanh_approximation, const Tensors& more_ups)
+      : x_(x), layers_(layers), more_ups_(more_ups), check_(operation, "x", x, 1, false) {
     check_.contiguous("x", x);
     params_.in_features = check_.hidden();
     check_in_features(check_, kMultiple);
@@ -38,7 +38,9 @@ class LinearsLoraCall {
     check_.countable("x", "number of rows", {x.numel() / params_.in_features}, kMaxProductRows);
     params_.dtype = params_.low_dtype = check_.dtype();
     if (has_gelu) params_.gelu = tanh_approximation ? Gelu::kTanh : Gelu::kErf;
-    for (; count_ < kMaxLinearLayers && layers[count_].weight.has_value(); ++count_) add(count_);
+    MoreUps more(more_ups);
+    for (; count_ < kMaxLinearLayers && layers[count_].weight.has_value(); ++count_) add(count_, more);
+    more.check_taken(operation);
   }
 
   TensorList run() {
@@ -61,6 +63,7 @@ class LinearsLoraCall {
     }
     for (size_t i = 0; i < count_; ++i) {
       check_apart("x", x_, i, outs);
+      for (const Tensor& up : more_ups_) check_apart("ups", up, i, outs);
       for (size_t j = 0; j < count_; ++j) {
         check_apart(kNames[j].weight, layers_[j].weight, i, outs);
         check_apart(kLowRanks[j].low, layers_[j].low, i, outs);
@@ -73,7 +76,7 @@ class LinearsLoraCall {
   }
 
  private:
-  void add(size_t i) {
+  void add(size_t i, MoreUps& more_ups) {
     LinearLayer& layer = params_.layers[i];
     const Tensor& weight = *layers_[i].weight;
     const char* name = kNames[i].weight;
@@ -89,7 +92,7 @@ class LinearsLoraCall {
     layer.weight = weight.const_data_ptr();
     layer.bias = check_.vector(kNames[i].bias, layers_[i].bias, layer.out_features);
     layer.bias_dtype = check_.dtype();
-    const LowRankTerm term{check_, kLowRanks[i], layers_[i].low, layers_[i].up};
+    const LowRankTerm term{check_, kLowRanks[i], layers_[i].low, layers_[i].up, more_ups};
     if (!term.is_given()) return;
     term.check_dtype("x", check_.dtype());
     term.check(layer);
@@ -148,6 +151,7 @@ class LinearsLoraCall {
 
   const Tensor& x_;
   const Layers layers_;
+  const Tensors& more_ups_;
   const ArgumentChecker check_;
   size_t count_ = 0;  // of layers
   LinearParams params_{};
@@ -159,10 +163,11 @@ TensorList call_linears_lora(const char* operation, const Tensor& x, const Tenso
                              const OptionalTensor& low_1, const OptionalTensor& up_1,
                              const OptionalTensor& bias_1, const OptionalTensor& weight_2,
                              const OptionalTensor& low_2, const OptionalTensor& up_2,
-                             const OptionalTensor& bias_2, bool has_gelu, bool tanh_approximation) {
+                             const OptionalTensor& bias_2, bool has_gelu, bool tanh_approximation,
+                             const Tensors& more_ups) {
   const Layers layers{
       {{weight_0, low_0, up_0, bias_0}, {weight_1, low_1, up_1, bias_1}, {weight_2, low_2, up_2, bias_2}}};
-  return LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation).run();
+  return LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation, more_ups).run();
 }
 
 void call_linears_lora_out(const char* operation, const Tensor& x, const Tensor& weight_0,
@@ -172,23 +177,24 @@ void call_linears_lora_out(const char* operation, const Tensor& x, const Tensor&
                            const OptionalTensor& bias_1, const OptionalTensor& weight_2,
                            const OptionalTensor& low_2, const OptionalTensor& up_2,
                            const OptionalTensor& bias_2, bool has_gelu, bool tanh_approximation,
-                           const Tensor& out_0, const OptionalTensor& out_1, const OptionalTensor& out_2) {
+                           const Tensor& out_0, const OptionalTensor& out_1, const OptionalTensor& out_2,
+                           const Tensors& more_ups) {
   const Layers layers{
       {{weight_0, low_0, up_0, bias_0}, {weight_1, low_1, up_1, bias_1}, {weight_2, low_2, up_2, bias_2}}};
-  LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation).run({out_0, out_1, out_2});
+  LinearsLoraCall(operation, x, layers, has_gelu, tanh_approximation, more_ups).run({out_0, out_1, out_2});
 }
 
-// Layers beyond the first are absent if their weight is None, and then have no result.
+// Layers beyond the first are absent if their weight is None, and then have no result. more_ups: MoreUps.
 constexpr Operation kOperations[] = {
     operation<"linears_lora(Tensor x, Tensor weight_0, Tensor? low_0, Tensor? up_0, Tensor? bias_0,"
               " Tensor? weight_1, Tensor? low_1, Tensor? up_1, Tensor? bias_1, Tensor? weight_2,"
-              " Tensor? low_2, Tensor? up_2, Tensor? bias_2, bool has_gelu, bool tanh_approximation)"
-              " -> Tensor[]",
+              " Tensor? low_2, Tensor? up_2, Tensor? bias_2, bool has_gelu, bool tanh_approximation,"
+              " Tensor[]? more_ups=None) -> Tensor[]",
               call_linears_lora>(),
     operation<"linears_lora_out(Tensor x, Tensor weight_0, Tensor? low_0, Tensor? up_0, Tensor? bias_0,"
               " Tensor? weight_1, Tensor? low_1, Tensor? up_1, Tensor? bias_1, Tensor? weight_2,"
               " Tensor? low_2, Tensor? up_2, Tensor? bias_2, bool has_gelu, bool tanh_approximation,"
-              " Tensor(a!) out_0, Tensor(b!)? out_1, Tensor(c!)? out_2) -> ()",
+              " Tensor(a!) out_0, Tensor(b!)? out_1, Tensor(c!)? out_2, Tensor[]? more_ups=None) -> ()",
               call_linears_lora_out>(),
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "../output.h"
 
@@ -42,6 +43,22 @@ struct LowRankNames {
 constexpr LowRankNames kLowRanks[kMaxLinearLayers] = {
     {"lows[0]", "ups[0]"}, {"lows[1]", "ups[1]"}, {"lows[2]", "ups[2]"}};
 
+// The ups of a call's layers beyond each one's first. A layer takes those that complete its columns.
+class MoreUps {
+ public:
+  explicit MoreUps(const Tensors& ups) : ups_(ups) {}
+
+  bool is_empty() const { return next_ == ups_.size(); }
+  const Tensor& take() { return ups_[next_++]; }
+  void check_taken(const char* operation) const {
+    if (!is_empty()) fail(operation, "the ups of all layers must have the columns of low, got more");
+  }
+
+ private:
+  const Tensors& ups_;
+  size_t next_ = 0;
+};
+
 // The checks of a layer's term low @ up.T. `x` is the checker of the layer's input.
 struct LowRankTerm {
   static constexpr int64_t kMultiple = 8;  // elements, which TMA copies: 16 bytes
@@ -50,6 +67,7 @@ struct LowRankTerm {
   const ArgumentChecker& x;
   const LowRankNames& names;
   const OptionalTensor &low, &up;
+  MoreUps& more_ups;
 
   bool is_given() const {
     if (low.has_value() != up.has_value())
@@ -67,24 +85,46 @@ struct LowRankTerm {
   // Sets the layer's operands. Returns their dtype.
   DType check(LinearLayer& layer) const {
     x.same_device(names.low, *low);
-    x.same_device(names.up, *up);
     const bool is_float16 = low->dtype() == aoti_torch_dtype_float16();
     if (!is_float16 && low->dtype() != aoti_torch_dtype_bfloat16())
       fail(x.operation(), names.low, " must be float16 or bfloat16, got ", dtype_name(low->scalar_type()));
-    x.same_dtype_as(names.up, *up, names.low, *low);
     check_low_shape();
     layer.rank = low->size(low->dim() - 1);
-    x.exact_shape(names.up, *up, {layer.out_features, layer.rank});
-    x.contiguous(names.up, *up);
     layer.low_stride = row_distance(layer.rank);
     x.aligned(names.low, *low, kAlignment);
-    x.aligned(names.up, *up, kAlignment);
     layer.low = low->const_data_ptr();
-    layer.up = up->const_data_ptr();
+    const bool may_be_several = !more_ups.is_empty() && up->dim() == 2;
+    int64_t columns = add_up(layer, names.up, *up, may_be_several ? up->size(1) : layer.rank);
+    while (columns < layer.rank && !more_ups.is_empty()) {
+      const Tensor& next = more_ups.take();
+      std::string name(names.up);
+      name.append("[").append(std::to_string(layer.up_count)).append("]");
+      columns += add_up(layer, name.c_str(), next, next.dim() == 2 ? next.size(1) : kMultiple);
+    }
+    if (columns != layer.rank)
+      fail(x.operation(), names.up, " must have ", layer.rank, " columns together, got ", columns);
     return is_float16 ? DType::kFloat16 : DType::kBFloat16;
   }
 
  private:
+  // Returns the number of columns.
+  int64_t add_up(LinearLayer& layer, const char* name, const Tensor& up, int64_t rank) const {
+    x.same_device(name, up);
+    x.same_dtype_as(name, up, names.low, *low);
+    x.exact_shape(name, up, {layer.out_features, rank});
+    if (rank < kMultiple || rank % kMultiple != 0)
+      fail(x.operation(), name, " must have a last dimension that is a positive multiple of ", kMultiple,
+           ", got ", rank);
+    x.contiguous(name, up);
+    x.aligned(name, up, kAlignment);
+    const int32_t count = layer.up_count;
+    if (count == kMaxLowRankUps)
+      fail(x.operation(), names.up, " must hold 1 to ", count, " tensors, got more");
+    const int32_t low_column = count == 0 ? 0 : layer.ups[count - 1].low_column + layer.ups[count - 1].rank;
+    layer.ups[layer.up_count++] = {up.const_data_ptr(), static_cast<int32_t>(rank), low_column};
+    return rank;
+  }
+
   void check_low_shape() const {
     const std::span<const int64_t> sizes = low->sizes();
     const Sizes& shape = x.shape();

@@ -1,5 +1,4 @@
 // LoRA's first products: of one x, FP8 or 16-bit, and the matrices of several adapters and layers.
-#include <array>
 #include <cmath>
 
 #include "../torch_binding.h"
@@ -13,12 +12,6 @@ constexpr const char* kNames[kMaxLoraDowns] = {"downs[0]", "downs[1]", "downs[2]
                                                "downs[4]", "downs[5]", "downs[6]",  "downs[7]",
                                                "downs[8]", "downs[9]", "downs[10]", "downs[11]"};
 
-struct Down {
-  OptionalTensor tensor;
-  double scale;
-};
-using Downs = std::array<Down, kMaxLoraDowns>;
-
 ArgumentChecker checker_of(const char* operation, const Tensor& x, bool is_fp8) {
   if (is_fp8) return {operation, "x", x, ArgumentChecker::Fp8{}};
   if (x.dtype() == aoti_torch_dtype_float8_e4m3fn())
@@ -28,7 +21,8 @@ ArgumentChecker checker_of(const char* operation, const Tensor& x, bool is_fp8) 
 
 class LoraDownCall {
  public:
-  LoraDownCall(const char* operation, const Tensor& x, const OptionalTensor& x_scale, const Downs& downs)
+  LoraDownCall(const char* operation, const Tensor& x, const OptionalTensor& x_scale, const Tensor& down,
+               double scale, const Tensors& more_downs, const Numbers& more_scales)
       : x_(x), x_scale_(x_scale), check_(checker_of(operation, x, is_fp8())) {
     if (!is_fp8()) check_.contiguous("x", x);
     params_.in_features = check_.hidden();
@@ -37,17 +31,16 @@ class LoraDownCall {
     check_.aligned("x", x, kAlignment);
     params_.rows = x.numel() / params_.in_features;
     check_.countable("x", "number of rows", {params_.rows}, kMaxProductRows);
-    const Tensor& first = *downs[0].tensor;
-    int64_t columns = 0;
-    for (const Down& down : downs) {
-      if (!down.tensor.has_value()) break;
-      columns += lora_columns(add(down, first));
-    }
+    if (more_downs.size() != more_scales.size() || more_downs.size() >= kMaxLoraDowns)
+      fail(operation, "downs must hold 1 to ", kMaxLoraDowns, " tensors, with a scale each");
+    int64_t columns = lora_columns(add(down, scale, down));
+    for (size_t i = 0; i < more_downs.size(); ++i)
+      columns += lora_columns(add(more_downs[i], more_scales[i], down));
     if (columns > kMaxLoraColumns)
       fail(operation, "downs must have at most ", kMaxLoraColumns,
            " rows, each number rounded up to a multiple of ", kLoraColumnStep, ", got ", columns);
     params_.columns = static_cast<int32_t>(columns);
-    out_dtype_ = first.dtype();
+    out_dtype_ = down.dtype();
     params_.dtype = out_dtype_ == torch_dtype(DType::kFloat16) ? DType::kFloat16 : DType::kBFloat16;
   }
 
@@ -68,10 +61,9 @@ class LoraDownCall {
   bool is_fp8() const { return x_scale_.has_value(); }
 
   // Returns the number of rows.
-  int64_t add(const Down& down, const Tensor& first) {
+  int64_t add(const Tensor& tensor, double given_scale, const Tensor& first) {
     const int32_t index = params_.down_count++;
     const char* name = kNames[index];
-    const Tensor& tensor = *down.tensor;
     check_.same_device(name, tensor);
     if (!is_fp8())
       check_.same_dtype(name, tensor);
@@ -88,9 +80,9 @@ class LoraDownCall {
       fail(check_.operation(), name, " must have 1 to ", kMaxLoraColumns, " rows, got ", rows);
     check_.contiguous(name, tensor);
     check_.aligned(name, tensor, kAlignment);
-    const auto scale = static_cast<float>(down.scale);
+    const auto scale = static_cast<float>(given_scale);
     if (!std::isfinite(scale))
-      fail(check_.operation(), "scales[", index, "] must be finite in float32, got ", down.scale);
+      fail(check_.operation(), "scales[", index, "] must be finite in float32, got ", given_scale);
     params_.downs[index] = {tensor.const_data_ptr(), static_cast<int32_t>(rows), scale};
     return rows;
   }
@@ -103,38 +95,14 @@ class LoraDownCall {
 };
 
 OwnedTensor call_lora_down(const char* operation, const Tensor& x, const OptionalTensor& x_scale,
-                           const Tensor& down_0, const OptionalTensor& down_1, const OptionalTensor& down_2,
-                           const OptionalTensor& down_3, const OptionalTensor& down_4,
-                           const OptionalTensor& down_5, const OptionalTensor& down_6,
-                           const OptionalTensor& down_7, const OptionalTensor& down_8,
-                           const OptionalTensor& down_9, const OptionalTensor& down_10,
-                           const OptionalTensor& down_11, double scale_0, double scale_1, double scale_2,
-                           double scale_3, double scale_4, double scale_5, double scale_6, double scale_7,
-                           double scale_8, double scale_9, double scale_10, double scale_11) {
-  const Downs downs{{{down_0, scale_0},
-                     {down_1, scale_1},
-                     {down_2, scale_2},
-                     {down_3, scale_3},
-                     {down_4, scale_4},
-                     {down_5, scale_5},
-                     {down_6, scale_6},
-                     {down_7, scale_7},
-                     {down_8, scale_8},
-                     {down_9, scale_9},
-                     {down_10, scale_10},
-                     {down_11, scale_11}}};
-  return LoraDownCall(operation, x, x_scale, downs).run();
+                           const Tensor& down, double scale, const Tensors& more_downs,
+                           const Numbers& more_scales) {
+  return LoraDownCall(operation, x, x_scale, down, scale, more_downs, more_scales).run();
 }
 
-// Matrices after the first absent one are not read.
 constexpr Operation kOperations[] = {
-    operation<"lora_down(Tensor x, Tensor? x_scale,"
-              " Tensor down_0, Tensor? down_1, Tensor? down_2, Tensor? down_3,"
-              " Tensor? down_4, Tensor? down_5, Tensor? down_6, Tensor? down_7,"
-              " Tensor? down_8, Tensor? down_9, Tensor? down_10, Tensor? down_11,"
-              " float scale_0, float scale_1, float scale_2, float scale_3, float scale_4,"
-              " float scale_5, float scale_6, float scale_7, float scale_8, float scale_9,"
-              " float scale_10, float scale_11) -> Tensor",
+    operation<"lora_down(Tensor x, Tensor? x_scale, Tensor down, float scale, Tensor[]? more_downs=None,"
+              " float[]? more_scales=None) -> Tensor",
               call_lora_down>(),
 };
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Sequence
 from typing import Any, Callable, NoReturn
 
 import torch
@@ -22,6 +23,8 @@ from .._ops import ops
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter})
 MAX_INTEGER = 2**63 - 1  # of a schema
 APPROXIMATIONS = {"none": False, "tanh": True}  # of GELU
+MAX_UPS = 4  # of a layer
+SEQUENCE_TYPES = frozenset({tuple, list})
 OUT_GIVEN = ("out", "None", "a tensor")  # ``refused`` of a `plain_call`
 
 _ERRORS = (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError)
@@ -35,7 +38,10 @@ _PUBLIC_NAMES = {
     **dict.fromkeys(("k_first", "k_second"), "k_rope"),
     **{f"{name}_row": name for name in ("scale", "shift", "gate")},
     **{f"{one}_{i}": f"{many}[{i}]" for one, many in _SEQUENCES.items() for i in range(3)},
-    **{f"down_{i}": f"downs[{i}]" for i in range(12)},
+    "down": "downs[0]",
+    "more_downs": "downs",
+    "more_up": "up",
+    "more_ups": "ups",
 }
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
@@ -144,6 +150,29 @@ def layers_of(
     return layers + [None] * (len(columns) * 3 - len(layers))
 
 
+def first_up(operation: str, name: str, up: Sequence) -> tuple[Tensor, list[Tensor]]:
+    """The first of a layer's ups, and the others."""
+    if not 1 <= len(up) <= MAX_UPS:
+        fail(operation, f"{name} must hold 1 to {MAX_UPS} tensors, got {len(up)}")
+    for i, each in enumerate(up):
+        if not isinstance(each, Tensor):
+            refuse_type(operation, f"{name}[{i}]", "a tensor", each)
+    return up[0], list(up[1:])
+
+
+def first_ups(operation: str, ups: Sequence) -> tuple[list[Any], list[Tensor]]:
+    """The first up of each layer, and the others of all layers."""
+    firsts: list[Any] = []
+    more: list[Tensor] = []
+    for i, up in enumerate(ups):
+        others: list[Tensor] = []
+        if type(up) in SEQUENCE_TYPES:
+            up, others = first_up(operation, f"ups[{i}]", up)
+        firsts.append(up)
+        more += others
+    return firsts, more
+
+
 def _explain_layers(
     operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
 ) -> None:
@@ -183,7 +212,10 @@ def _parameters(schema: Any) -> list[tuple[str, bool, bool]]:
     """For each argument: its name in the public function, whether it is a tensor, whether it may be None."""
     kinds = [(a.name, str(a.type)) for a in schema.arguments]
     optional = [kind.startswith("Optional") or name == "out" for name, kind in kinds]
-    return [(_PUBLIC_NAMES.get(n, n), "Tensor" in k, o) for (n, k), o in zip(kinds, optional)]
+    return [
+        (_PUBLIC_NAMES.get(n, n), "Tensor" in k and "List" not in k, o)
+        for (n, k), o in zip(kinds, optional)
+    ]
 
 
 def _check_tensors(operation: str, parameters: list, arguments: tuple) -> None:
@@ -276,8 +308,11 @@ _differentiable = super(torch.autograd.Function, _Differentiable).apply
 
 
 def _requires_grad(arguments: tuple) -> bool:
-    for argument in arguments:  # noqa: SIM110 -- any() of a generator takes twice as long
-        if isinstance(argument, Tensor) and argument.requires_grad:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if argument.requires_grad:
+                return True
+        elif type(argument) in SEQUENCE_TYPES and _requires_grad(argument):
             return True
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -11,9 +11,12 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .calls import (
     APPROXIMATIONS,
+    SEQUENCE_TYPES,
     choice,
     dtype_name,
     fail,
+    first_up,
+    first_ups,
     layers_of,
     out_tensors,
     plain_call,
@@ -102,7 +105,7 @@ def linear_fp8(
     bias: Optional[Tensor] = None,
     *,
     low: Optional[Tensor] = None,
-    up: Optional[Tensor] = None,
+    up: Union[Tensor, Sequence[Tensor], None] = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Linear layer of FP8 tensors: ``(x * x_scale) @ (weight * weight_scale).T + low @ up.T + bias``.
@@ -118,8 +121,9 @@ def linear_fp8(
         bias: ``(N,)``, float32 or of the result's dtype, or None.
         low: ``(..., R)``, of the result's dtype, or None. R is a multiple of 8. Rows are at one distance, a
             multiple of 8 elements, as in columns of a wider contiguous tensor, and aligned to 16 bytes.
-        up: ``(N, R)``, of low's dtype, contiguous and aligned to 16 bytes. Given with low: a LoRA is
-            ``low = x @ down.T`` and ``up``, with its scale in either.
+        up: ``(N, R)``, of low's dtype, contiguous and aligned to 16 bytes, or one to four such tensors, whose
+            R are multiples of 8 and add up to low's. Given with low: a LoRA is ``low = x @ down.T`` and
+            ``up``, with its scale in either.
         dtype: of the result, bfloat16 or float16.
 
     Returns:
@@ -129,7 +133,10 @@ def linear_fp8(
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
     is_float16 = _is_float16("linear_fp8", dtype)
-    return _linear_fp8(x, x_scale, weight, weight_scale, bias, low, up, is_float16)
+    more = None
+    if type(up) in SEQUENCE_TYPES:
+        up, more = first_up("linear_fp8", "up", up)  # type: ignore[arg-type]
+    return _linear_fp8(x, x_scale, weight, weight_scale, bias, low, up, is_float16, more)
 
 
 def linears_fp8(
@@ -140,7 +147,7 @@ def linears_fp8(
     biases: Optional[Sequence[Optional[Tensor]]] = None,
     *,
     lows: Optional[Sequence[Optional[Tensor]]] = None,
-    ups: Optional[Sequence[Optional[Tensor]]] = None,
+    ups: Optional[Sequence[Union[Tensor, Sequence[Tensor], None]]] = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, ...]:
     """Two or three linear layers of one FP8 input in one launch, such as query, key and value.
@@ -155,13 +162,16 @@ def linears_fp8(
         A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
     """
     is_float16 = _is_float16("linears_fp8", dtype)
+    more = None
+    if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):  # type: ignore[arg-type]
+        ups, more = first_ups("linears_fp8", ups)  # type: ignore[arg-type]
     layers = layers_of(
         "linears_fp8",
         {"weights": weights, "weight_scales": weight_scales},
         {"biases": biases, "lows": lows, "ups": ups},
         minimum=2,
     )
-    return tuple(_linears_fp8(x, x_scale, *layers, is_float16))
+    return tuple(_linears_fp8(x, x_scale, *layers, is_float16, more))
 
 
 def linear_gelu_fp8(
@@ -172,7 +182,7 @@ def linear_gelu_fp8(
     bias: Optional[Tensor] = None,
     *,
     low: Optional[Tensor] = None,
-    up: Optional[Tensor] = None,
+    up: Union[Tensor, Sequence[Tensor], None] = None,
     approximate: str = "none",
     out: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Tensor, Tensor]:
@@ -190,11 +200,14 @@ def linear_gelu_fp8(
         ``(values, scale)``: float8_e4m3fn ``(..., N)`` and float32 ``(..., ceil(N / 128))``.
     """
     tanh = choice("linear_gelu_fp8", "approximate", approximate, APPROXIMATIONS)
+    more = None
+    if type(up) in SEQUENCE_TYPES:
+        up, more = first_up("linear_gelu_fp8", "up", up)  # type: ignore[arg-type]
     arguments = x, x_scale, weight, weight_scale, bias, low, up, tanh
     if out is None:
-        return _linear_gelu_fp8(*arguments)
+        return _linear_gelu_fp8(*arguments, more)
     out = out_tensors("linear_gelu_fp8", out, "(values, scale)", 2)
-    return _linear_gelu_fp8_out(*arguments, *out, written=out)
+    return _linear_gelu_fp8_out(*arguments, *out, more, written=out)
 
 
 def linear_gated_residual_fp8(
@@ -206,7 +219,7 @@ def linear_gated_residual_fp8(
     bias: Optional[Tensor] = None,
     *,
     low: Optional[Tensor] = None,
-    up: Optional[Tensor] = None,
+    up: Union[Tensor, Sequence[Tensor], None] = None,
     gate: Optional[Tensor] = None,
 ) -> Tensor:
     """``residual + gate * linear_fp8(x, ...)``, from the unrounded product.
@@ -220,13 +233,16 @@ def linear_gated_residual_fp8(
         gate: broadcasts against the residual, such as ``(N,)``, ``(B, 1, N)`` or ``(B, S, N)``; float32 or of
             the residual's dtype, or None for 1. With ``(B, 1, N)`` each sample is a launch of its own.
     """
+    more = None
+    if type(up) in SEQUENCE_TYPES:
+        up, more = first_up("linear_gated_residual_fp8", "up", up)  # type: ignore[arg-type]
     return _linear_gated_residual_fp8(
-        residual, x, x_scale, weight, weight_scale, bias, low, up, gate
+        residual, x, x_scale, weight, weight_scale, bias, low, up, gate, more
     )
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_fp8"))
-def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, is_float16):
+def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, is_float16, *_):
     required(x_scale, weight, weight_scale)
     dtype = torch.float16 if is_float16 else torch.bfloat16
     return x.new_empty((*x.shape[:-1], *weight.shape[:1]), dtype=dtype)
@@ -234,13 +250,13 @@ def _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, is_float16
 
 @torch.library.register_fake(add_op_namespace_prefix("linears_fp8"))
 def _linears_fp8_fake(x, x_scale, *arguments):
-    *layers, is_float16 = arguments
-    given = [layers[i : i + 5] for i in (0, 5, 10) if i < 10 or layers[i] is not None]
+    layers, is_float16 = [arguments[i : i + 5] for i in (0, 5, 10)], arguments[15]
+    given = [layer for i, layer in enumerate(layers) if i < 2 or layer[0] is not None]
     return [_linear_fp8_fake(x, x_scale, *layer, is_float16) for layer in given]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_gelu_fp8"))
-def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, _):
+def _linear_gelu_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, *_):
     product = _linear_fp8_fake(x, x_scale, weight, weight_scale, bias, low, up, False)
     return quantize_fp8_fake(product, True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from .._ops import add_op_namespace_prefix
 from .calls import (
     APPROXIMATIONS,
     PLAIN_TYPES,
+    SEQUENCE_TYPES,
     fail,
+    first_ups,
     layers_of,
     number,
     out_tensors,
@@ -44,7 +46,7 @@ def linears_lora(
     x: Tensor,
     weights: Sequence[Tensor],
     lows: Optional[Sequence[Optional[Tensor]]] = None,
-    ups: Optional[Sequence[Optional[Tensor]]] = None,
+    ups: Optional[Sequence[Union[Tensor, Sequence[Tensor], None]]] = None,
     biases: Optional[Sequence[Optional[Tensor]]] = None,
     *,
     approximate: Optional[str] = None,
@@ -62,7 +64,8 @@ def linears_lora(
         lows: of each layer ``(..., R)`` with its own R, a multiple of 8, or None. Rows are at one distance, a
             multiple of 8 elements, as in columns of a wider contiguous tensor, and aligned to 16 bytes. Or
             None.
-        ups: of each layer with a low ``(N, R)``, contiguous and aligned to 16 bytes; otherwise None. Or None.
+        ups: of each layer with a low ``(N, R)``, contiguous and aligned to 16 bytes, or two to four tensors
+            whose R are multiples of 8 and add up to low's; otherwise None. Or None.
         biases: of each layer ``(N,)`` or None, or None.
         approximate: None for no activation, otherwise as for ``gelu``.
         out: a tensor ``(..., N)`` for each result, strided in any dimension except the last, for example
@@ -76,6 +79,9 @@ def linears_lora(
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
     gelu = _NO_GELU if approximate is None else _gelu(approximate)
+    more = None
+    if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):  # type: ignore[arg-type]
+        ups, more = first_ups("linears_lora", ups)  # type: ignore[arg-type]
     layers = layers_of(
         "linears_lora",
         {"weights": weights},
@@ -83,9 +89,9 @@ def linears_lora(
         minimum=1,
     )
     if out is None:
-        return tuple(_linears_lora(x, *layers, *gelu))
+        return tuple(_linears_lora(x, *layers, *gelu, more))
     out = out_tensors("linears_lora", out, "(first, ...)", len(weights))
-    return _linears_lora_out(x, *layers, *gelu, *out, *_NO_OUTS[len(out) :], written=out)
+    return _linears_lora_out(x, *layers, *gelu, *out, *_NO_OUTS[len(out) :], more, written=out)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linears_lora"))
@@ -104,8 +110,6 @@ def _linears_lora_out_fake(x, weight_0, *_):
 
 _lora_down = plain_call("lora_down")
 MAX_DOWNS = 12
-# What the operator takes for absent matrices, and their scales.
-_NO_DOWNS, _ONES = (None,) * MAX_DOWNS, (1.0,) * MAX_DOWNS
 
 
 def lora_down(
@@ -140,25 +144,24 @@ def lora_down(
     if not 1 <= count <= MAX_DOWNS:
         fail("lora_down", f"downs must hold 1 to {MAX_DOWNS} tensors, got {count}")
     if not PLAIN_TYPES.issuperset(map(type, downs)):
-        for i, down in enumerate(downs):  # the operator takes None for those that are absent
+        for i, down in enumerate(downs):
             if not isinstance(down, Tensor):
                 refuse_type("lora_down", f"downs[{i}]", "a tensor", down)
     if scales is None:
-        return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *_ONES)
-    if not isinstance(scales, (tuple, list)):
+        scales = (1.0,) * count
+    elif not isinstance(scales, (tuple, list)):
         refuse_type("lora_down", "scales", "a tuple, a list or None", scales)
-    if len(scales) != count:
+    elif len(scales) != count:
         fail("lora_down", f"scales must hold {count} numbers, got {len(scales)}")
-    for scale in scales:
-        if type(scale) is not float:
-            scales = [number("lora_down", f"scales[{i}]", s) for i, s in enumerate(scales)]
-            break
-    return _lora_down(x, x_scale, *downs, *_NO_DOWNS[count:], *scales, *_ONES[count:])
+    elif {*map(type, scales)} != {float}:
+        scales = [number("lora_down", f"scales[{i}]", scale) for i, scale in enumerate(scales)]
+    if count == 1:
+        return _lora_down(x, x_scale, downs[0], scales[0])
+    return _lora_down(x, x_scale, downs[0], scales[0], downs[1:], scales[1:])
 
 
 @torch.library.register_fake(add_op_namespace_prefix("lora_down"))
-def _lora_down_fake(x, x_scale, *downs_and_scales):
-    downs = [down for down in downs_and_scales[:MAX_DOWNS] if down is not None]
-    required(x, downs_and_scales[0])
-    columns = sum(-(-down.shape[0] // 8) * 8 for down in downs)
-    return x.new_empty((*x.shape[:-1], columns), dtype=downs[0].dtype)
+def _lora_down_fake(x, x_scale, down, scale, more_downs=None, more_scales=None):
+    required(x, down)
+    columns = sum(-(-each.shape[0] // 8) * 8 for each in (down, *(more_downs or ())))
+    return x.new_empty((*x.shape[:-1], columns), dtype=down.dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import operations
+from ...operations.calls import MAX_UPS
 from ...operations.conditions import (
     PLAIN_TYPES,
     an,
@@ -230,19 +231,48 @@ def packed_downs(downs: Sequence[Tensor], scales: Sequence[Any]) -> tuple[Tensor
     return torch.cat(parts) if len(parts) > 1 else parts[0], scale if is_shared else 1.0
 
 
-def first_product(
-    x: Tensor, x_scale: Tensor | None, downs: Sequence[Tensor], scales: Sequence[Any]
-) -> Tensor:
-    """``lora_down`` of terms with these downs and scales, of any number and size."""
-    columns = 0
-    for down in downs:
-        columns += down.shape[0] + RANK_STEP - 1
-    if len(downs) <= MAX_DOWNS and columns <= _MAX_COLUMNS and {*map(type, scales)} == {float}:
-        return operations.lora_down(x, downs, scales, x_scale)
-    down, scale = packed_downs(downs, scales)
-    parts = down.split(_MAX_COLUMNS)
-    lows = [operations.lora_down(x, [part], [scale], x_scale) for part in parts]
-    return lows[0] if len(lows) == 1 else torch.cat(lows, -1)
+def low_rank_operands(
+    x: Tensor, x_scale: Tensor | None, groups: Sequence[tuple[Lora, ...]], way: str = "kernels"
+) -> tuple[Sequence[Tensor], list[Any]]:
+    """The first product of the terms of each layer, and its ups: a matrix (N, R), or a list of them. Ranks
+    are filled up as in ``packed_downs``. ``way``: "kernels" if they compute both products, "lora_down" if it
+    computes the first ones, or "PyTorch"."""
+    downs: list[Tensor] = []
+    scales: list[Any] = []
+    ranks: list[int] = []
+    ups: list[Any] = []
+    for terms in groups:
+        rank, is_ready = 0, len(terms) == 1 or (way == "kernels" and len(terms) <= MAX_UPS)
+        for down, up, _, scale in terms:
+            downs.append(down)
+            scales.append(scale)
+            own = up.shape[1]
+            missing = -own % RANK_STEP
+            rank += own + missing
+            is_ready = is_ready and not missing
+        ranks.append(rank)
+        if not is_ready:
+            ups.append(packed_up(terms))
+        else:
+            ups.append(terms[0][1] if len(terms) == 1 else [term[1] for term in terms])
+    if way == "PyTorch":
+        low = scaled_linear(x, *packed_downs(downs, scales))
+    elif len(downs) <= MAX_DOWNS and sum(ranks) <= _MAX_COLUMNS and {*map(type, scales)} == {float}:
+        low = operations.lora_down(x, downs, scales, x_scale)
+    else:
+        down, scale = packed_downs(downs, scales)
+        parts = down.split(_MAX_COLUMNS)
+        low = torch.cat([operations.lora_down(x, [part], [scale], x_scale) for part in parts], -1)
+    return (low,) if len(ranks) == 1 else low.split_with_sizes(ranks, -1), ups
+
+
+def scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """``scale * linear(x, weight)``, rounded once."""
+    if scale == 1:
+        return torch.nn.functional.linear(x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    product = torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)
+    return product.view(*x.shape[:-1], weight.shape[0])
 
 
 def packed_up(terms: tuple[Lora, ...]) -> Tensor:

@@ -17,15 +17,12 @@ from torch.autograd import forward_ad
 from ... import operations
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import (
-    RANK_STEP,
-    first_product,
-    packed_downs,
-    packed_up,
+    low_rank_operands,
     with_lora_bias,
 )
 
 # With fewer rows PyTorch's products are faster. On CPUs they always are.
-MIN_ROWS = {"cuda": 256, "cpu": 1 << 40}
+MIN_ROWS = {"cuda": 64, "cpu": 1 << 40}
 _MAX_LAYERS = 3  # of linears_lora
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALL_DTYPES = (*_DTYPES, torch.float32)
@@ -57,18 +54,17 @@ def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Pro
         or torch._C._are_functorch_transforms_active()
     ):
         return None
-    downs: list[Tensor] = []
-    scales: list[Any] = []
     tensors: list[Any] = [x]
+    groups = []
     has_biases = False  # of adapters
     for base, terms in found:
         parameters = base._parameters
         if parameters.get("weight") is None or "bias" not in parameters:  # sharding moves them
             return None
         tensors += parameters["weight"], parameters["bias"]
-        for down, up, bias, scale in terms:
-            downs.append(down)
-            scales.append(scale)
+        if terms:
+            groups.append(terms)
+        for down, up, bias, _ in terms:
             tensors += down, up, bias
             has_biases = has_biases or bias is not None
     dtype, tracks_grad, are_aligned = x.dtype, torch.is_grad_enabled(), True
@@ -82,44 +78,19 @@ def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Pro
                 return None
             # Files mapped into memory have any alignment.
             are_aligned = are_aligned and not tensor.data_ptr() % 16 and tensor.is_contiguous()
-    may_launch = (
-        are_aligned
-        and dtype in _DTYPES
-        and x.shape[-1] % 8 == 0
-        and x.numel() >= MIN_ROWS[KERNEL_DEVICE_TYPE] * x.shape[-1]
-    )
-    low: Any = None
-    if downs and may_launch:
-        low = first_product(x, None, downs, scales)
-    elif downs:
-        low = _scaled_linear(x, *packed_downs(downs, scales))
-    ups = []
-    for _, terms in found:
-        if terms:
-            first = terms[0][1]
-            is_ready = len(terms) == 1 and first.shape[1] % RANK_STEP == 0
-            ups.append(first if is_ready else packed_up(terms))
-    lows: Sequence[Any] = [low]
-    if len(ups) > 1:
-        lows = low.split_with_sizes([up.shape[1] for up in ups], -1)
+    is_operand = are_aligned and dtype in _DTYPES and x.shape[-1] % 8 == 0
+    may_launch = is_operand and x.numel() >= MIN_ROWS[KERNEL_DEVICE_TYPE] * x.shape[-1]
+    pairs: Any = ()
+    if groups:
+        way = "kernels" if may_launch else "lora_down" if is_operand and x.is_cuda else "PyTorch"
+        pairs = zip(*low_rank_operands(x, None, groups, way))
     products: list[Product] = []
-    pairs: Any = iter(zip(lows, ups))
     for base, terms in found:
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        is_wide = weight.shape[0] >= x.shape[-1]  # otherwise adding to cuBLAS' product is faster
         low_and_up: Any = next(pairs) if terms else (None, None)
         bias = with_lora_bias(bias, terms) if has_biases else bias
-        products.append((weight, bias, *low_and_up, may_launch and is_wide))
+        products.append((weight, bias, *low_and_up, may_launch))
     return products
-
-
-def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """``scale * linear(x, weight)``, rounded once."""
-    if scale == 1:
-        return torch.nn.functional.linear(x, weight)
-    rows = x.reshape(-1, x.shape[-1])
-    product = torch.addmm(rows.new_empty(1), rows, weight.t(), beta=0, alpha=scale)
-    return product.view(*x.shape[:-1], weight.shape[0])
 
 
 def lora_results(
@@ -128,7 +99,7 @@ def lora_results(
     """The results of products of x, or their GELU with this approximation, written to ``out`` if that is
     given: for each a tensor (..., N) in which each sample is contiguous."""
     weights, biases, lows, ups, may_launch = zip(*products)
-    if False not in may_launch and type(None) not in map(type, ups) and len(ups) <= _MAX_LAYERS:
+    if may_launch[0] and len(ups) <= _MAX_LAYERS:
         return operations.linears_lora(
             x, weights, lows, ups, biases, approximate=approximate, out=out
         )
@@ -154,7 +125,9 @@ def _result(x: Tensor, weight: Tensor, bias: Any, low: Any, up: Any, out: Any) -
     else:
         linear(x, weight, bias, out=out)
     if low is not None:
-        out.view(-1, out.shape[-1]).addmm_(low.reshape(-1, up.shape[1]), up.t())
+        up = torch.cat(up, 1) if type(up) is list else up
+        rows = out if out.dim() == 2 else out.view(-1, out.shape[-1])
+        rows.addmm_(low if low.dim() == 2 else low.reshape(-1, low.shape[-1]), up.t())
     return out
 
 

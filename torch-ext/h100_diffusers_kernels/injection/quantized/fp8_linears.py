@@ -34,8 +34,7 @@ from ..core.adapters import (
     Lora,
     are_operands,
     below_adapters,
-    first_product,
-    packed_up,
+    low_rank_operands,
     read_adapters,
     with_lora_bias,
 )
@@ -217,7 +216,7 @@ def are_fp8(*layers: Any) -> bool:
 
 def _bias_low_up(
     x: QuantizedRows, weight: Fp8Weight, others: Sequence[Fp8Weight] = ()
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Any]:
     """The operations' operands of a weight's bias and terms. The terms of all weights that take these rows
     share their first product. ``others``: these, if the rows do not know them."""
     terms = weight.terms
@@ -229,24 +228,15 @@ def _bias_low_up(
         for other in x.weights.values() or others:
             if other.terms and other is not weight:
                 groups.append(other.terms)
-        x.lows = lows = _first_products(x, groups)
+        x.lows = lows = {}
+        for own, low, up in zip(groups, *low_rank_operands(x.values, x.scale, groups)):
+            lows[id(own)] = own, low, up  # with the terms, so that the id stays theirs
     _, low, up = lows[id(terms)]
-    return with_lora_bias(weight.bias, terms), low, up
-
-
-def _first_products(x: QuantizedRows, groups: list[tuple[Lora, ...]]) -> dict[int, Any]:
-    """For the id of each layer's terms: these, so that the id stays theirs, their low, and their up."""
-    downs, scales = [], []
-    for terms in groups:
-        for down, _, _, scale in terms:
-            downs.append(down)
-            scales.append(scale)
-    low = first_product(x.values, x.scale, downs, scales)
-    ups = [packed_up(terms) for terms in groups]
-    if len(ups) == 1:
-        return {id(groups[0]): (groups[0], low, ups[0])}
-    lows = low.split_with_sizes([up.shape[1] for up in ups], -1)
-    return {id(terms): (terms, *low_and_up) for terms, *low_and_up in zip(groups, lows, ups)}
+    bias = weight.bias
+    for term in terms:
+        if term[2] is not None:
+            bias = with_lora_bias(bias, (term,))
+    return bias, low, up
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
