@@ -381,9 +381,11 @@ __device__ __forceinline__ void sync_cluster() {
 template <int kColumns, class Output, Operands kOperands>
 __global__ void __launch_bounds__(kProductThreads, 1)
     product_kernel(const __grid_constant__ ProductParams params) {
-  constexpr int kLoadRegisters = 32, kMultiplyRegisters = 240;  // in steps of 8
-  static_assert((kProductGroups * kMultiplyRegisters + kLoadRegisters) * kWarpGroupThreads <=
-                kMultiprocessorRegisters);
+  constexpr int kLoadRegisters = 40, kMultiplyRegisters = 232;
+  // A block gets as many as its launch has. With more, setmaxnreg would wait for ever.
+  constexpr int kLaunchRegisters = kMultiprocessorRegisters / kProductThreads / 8 * 8;
+  static_assert(kProductGroups * kMultiplyRegisters + kLoadRegisters <=
+                (kProductGroups + 1) * kLaunchRegisters);
   using M = ProductMemory<kColumns, sizeof(typename Output::Element)>;
   const M memory;
   const WarpRole role;
