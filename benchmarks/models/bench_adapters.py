@@ -17,7 +17,7 @@ import copy
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -142,17 +142,19 @@ def measure_variant(
 ) -> dict[str, Any]:
     """All states of one variant."""
     plain, adapted = models.twin(model), with_adapters(model, rank)
+    states = states_of(rank)
+    if variant in (GRAPHS, FP8_GRAPHS):
+        del states["fused"]  # replayed like a model without adapters
     if variant != EAGER:
         for each in (plain, adapted):
             options = dict(OPTIONS[variant])
-            if "precision" in options and each is plain:
-                options["keep_originals"] = False  # fusing needs them
+            if "precision" in options:  # fusing needs the originals
+                options["keep_originals"] = each is adapted and "fused" in states
             kernel.inject_kernels(each, **options)
 
     def loop(instance: Any) -> Loop:
         return Loop(lambda: instance(**arguments), steps, device)
 
-    states = states_of(rank)
     if variant == EAGER:
         name = f"one of rank {rank}"
         states = {name: states[name]}
@@ -204,21 +206,15 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     tiny: bool,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """The model's entry after each variant, with one more of them."""
     if published.key in WHOLE and not tiny:
         published = copy.copy(published)
         published.config = {k: v for k, v in published.config.items() if k not in DEPTH}
     model = published.transformer(device, dtype, tiny)
     size = (published.tiny_sizes if tiny else published.sizes)[0]
     arguments = published.inputs(model, size, device, dtype)
-    with models.weights(model, WEIGHTS):
-        results = {}
-        for variant in variants:
-            results[variant] = measure_variant(
-                kernel, model, arguments, variant, rank, steps, rounds, device
-            )
-            models.free(device)
-    return {
+    entry: dict[str, Any] = {
         "model": published.key,
         "name": published.tiny_name if tiny else published.name.partition(",")[0],
         "blocks": sum(map(len, models.block_lists(model))),
@@ -226,22 +222,30 @@ def measure(
         "steps": steps,
         "rounds": rounds,
         "weights": WEIGHTS,
-        "variants": results,
+        "variants": {},
     }
+    with models.weights(model, WEIGHTS):
+        for variant in variants:
+            entry["variants"][variant] = measure_variant(
+                kernel, model, arguments, variant, rank, steps, rounds, device
+            )
+            yield entry
+            models.free(device)
 
 
 def show(entry: dict[str, Any]) -> None:
+    """The last variant."""
+    variant, states = list(entry["variants"].items())[-1]
+    never = states[NEVER]["step_ms"]["median"]
     rows = []
-    for variant, states in entry["variants"].items():
-        never = states[NEVER]["step_ms"]["median"]
-        for name, state in states.items():
-            step = state.get("step_ms", {})
-            base = state.get("never_loaded_ms", {}).get("median", never)
-            median = step.get("median")
-            row = [variant, name, median, 100 * step.get("spread", 0)]
-            row += [median and median / base, 1e3 * state["first_s"]["median"]]
-            row += [state["change_s"]["median"]]
-            rows.append([*row, state.get("forward_bytes", {}).get("median", 0) / 2**30])
+    for name, state in states.items():
+        step = state.get("step_ms", {})
+        base = state.get("never_loaded_ms", {}).get("median", never)
+        median = step.get("median")
+        row = [variant, name, median, 100 * step.get("spread", 0)]
+        row += [median and median / base, 1e3 * state["first_s"]["median"]]
+        row += [state["change_s"]["median"]]
+        rows.append([*row, state.get("forward_bytes", {}).get("median", 0) / 2**30])
     headers = ["variant", "adapters", "step ms", "spread %", "over none", "first ms", "change s"]
     click.echo(f"\n{entry['name']}, {entry['blocks']} blocks, {entry['steps']} steps")
     click.echo(tabulate(rows, [*headers, "forward GiB"], floatfmt=".3f"))
@@ -272,11 +276,12 @@ def main(chosen, steps, rounds, device, dtype, tiny, output) -> None:
         if tiny:
             variants = tuple(variant for variant in variants if variant in (EAGER, "injected"))
         given = (rank, steps or own_steps, rounds, device, dtype, tiny)
-        entry = measure(MODELS[key], kernel, variants, *given)
-        result["models"].append(entry)
-        show(entry)
-        if output is not None:
-            record.write(output, result)
+        others = result["models"]
+        for entry in measure(MODELS[key], kernel, variants, *given):
+            result["models"] = [*others, entry]
+            show(entry)
+            if output is not None:
+                record.write(output, result)
 
     with clocks.watch(device) as result["clocks"]:
         measure_each({key: partial(run, key) for key in chosen}, device)

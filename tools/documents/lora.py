@@ -54,21 +54,6 @@ def lora_models(results: Path) -> str:
 
 
 @table
-def lora_layers(results: Path) -> str:
-    """Layers alone with an adapter, over the same layers without."""
-    result = load(results, "lora")
-    rows = []
-    for entry in result["lora"]:
-        times = {mode: each["median"] for mode, each in entry["sustained_microseconds"].items()}
-        row = [entry["group"], entry["rank"], f"{times['none']:.0f} us"]
-        row += [f"{times[mode] / times['none']:.2f}" for mode in ("ours", "addmm", "peft")]
-        row += [f"{times['fp8 none']:.0f} us", f"{times['fp8 ours'] / times['fp8 none']:.2f}"]
-        rows.append([*row, f"{entry['errors']['ours'] / entry['errors']['peft']:.2f}"])
-    headers = [f"layers, {card(result)}", "rank", "16 bits", "with LoRA", "`addmm_`", "peft"]
-    return markdown(rows, [*headers, "FP8", "with LoRA", "error over peft's"]) + setup(result)
-
-
-@table
 def summary_lora(results: Path) -> str:
     """FLUX.1 with and without adapters."""
     result = load(results, "adapters")

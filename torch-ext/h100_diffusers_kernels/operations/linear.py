@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, NoReturn, Optional, Union
 
 import torch
 from torch import Tensor
@@ -24,22 +24,22 @@ from .calls import (
     shown,
 )
 
-_NO_GELU, _NO_OUTS = (False, False), (None,) * 3
+# Whether there is a GELU, and whether by tanh.
+_GELUS: dict[Any, tuple[bool, bool]] = {
+    None: (False, False),
+    **{approximate: (True, by_tanh) for approximate, by_tanh in APPROXIMATIONS.items()},
+}
+_NO_OUTS = (None,) * 3
 
 _linears_lora = plain_call("linears_lora")
 _linears_lora_out = plain_call("linears_lora", "linears_lora_out")
 
 
-def _gelu(approximate: Any) -> tuple[bool, bool]:
-    """The operator's values: whether there is a GELU, and whether by tanh."""
-    if approximate is None:
-        return False, False
+def _refuse_gelu(approximate: Any) -> NoReturn:
     if not isinstance(approximate, str):
         refuse_type("linears_lora", "approximate", "a string or None", approximate)
-    if approximate not in APPROXIMATIONS:
-        got = shown(approximate)
-        fail("linears_lora", f"approximate must be 'none', 'tanh' or None, got {got}")
-    return True, APPROXIMATIONS[approximate]
+    got = shown(approximate)
+    fail("linears_lora", f"approximate must be 'none', 'tanh' or None, got {got}")
 
 
 def linears_lora(
@@ -78,7 +78,9 @@ def linears_lora(
 
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
-    gelu = _NO_GELU if approximate is None else _gelu(approximate)
+    if not (approximate is None or isinstance(approximate, str)) or approximate not in _GELUS:
+        _refuse_gelu(approximate)
+    gelu = _GELUS[approximate]
     more = None
     if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):  # type: ignore[arg-type]
         ups, more = first_ups("linears_lora", ups)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ from ..parts.linears import (
     linears,
     write_linear,
 )
-from ..parts.lora import LaterProduct, later_result, lora_products, lora_results
+from ..parts.lora import LaterProduct, lora_products, lora_results
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
 from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
@@ -657,7 +657,7 @@ def project(
                 value = layers[2], x
             else:
                 query, key = lora_results(x, products[:2])
-                value = LaterProduct(x, products[2])
+                value = tuple.__new__(LaterProduct, (x, products[2]))
             streams.append(Projections(query, key, value, norms, rope))
     return streams
 
@@ -665,7 +665,7 @@ def project(
 def _value_of(value: Any) -> Any:
     """The value of ``Projections``, computed."""
     if type(value) is LaterProduct:
-        return later_result(value)
+        return lora_results(value.x, [value.product])[0]
     return linear(*value) if isinstance(value, tuple) else value
 
 
@@ -679,7 +679,7 @@ def _can_write_value(value: Any, size: int) -> bool:
 
 def _write_value(value: Any, out: Tensor) -> None:
     if type(value) is LaterProduct:
-        later_result(value, out)
+        lora_results(value.x, [value.product], out=(out,))
     else:
         layer, x = value
         write_linear(layer, x, out)

@@ -324,7 +324,7 @@ def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:
 
     ``is_branch``: whether the result is for a residual sum and may be an ``Fp8Product``.
     """
-    if is_branch or not x.is_contiguous():
+    if (is_branch or not x.is_contiguous()) and not has_plain_weight(layer):
         weights = fp8_weights_for(x, layer)
         if weights is not None:
             product = Fp8Product(quantized_rows(x), weights[layer])

@@ -8,7 +8,7 @@ CPUs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch.autograd import forward_ad
 
 from ... import operations
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
-from ..core.adapters import (
-    low_rank_operands,
-    with_lora_bias,
-)
+from ..core.adapters import low_rank_operands, with_lora_bias
 
 # With fewer rows PyTorch's products are faster. On CPUs they always are.
 MIN_ROWS = {"cuda": 64, "cpu": 1 << 40}
@@ -32,13 +29,11 @@ _ALL_DTYPES = (*_DTYPES, torch.float32)
 Product = tuple[Tensor, Any, Any, Any, bool]
 
 
-class LaterProduct:
+class LaterProduct(NamedTuple):
     """The product of one layer for x, which is yet to be computed."""
 
-    __slots__ = ("product", "x")
-
-    def __init__(self, x: Tensor, product: Product) -> None:
-        self.x, self.product = x, product
+    x: Tensor
+    product: Product
 
 
 def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Product] | None:
@@ -129,8 +124,3 @@ def _result(x: Tensor, weight: Tensor, bias: Any, low: Any, up: Any, out: Any) -
         rows = out if out.dim() == 2 else out.view(-1, out.shape[-1])
         rows.addmm_(low if low.dim() == 2 else low.reshape(-1, low.shape[-1]), up.t())
     return out
-
-
-def later_result(later: LaterProduct, out: Tensor | None = None) -> Tensor:
-    """The product, written to ``out`` (B, S, N) if that is given."""
-    return lora_results(later.x, [later.product], out=None if out is None else (out,))[0]
