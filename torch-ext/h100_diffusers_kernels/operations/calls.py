@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Sequence
 from typing import Any, Callable, NoReturn
 
 import torch
@@ -126,18 +125,22 @@ def out_tensors(operation: str, out: Any, names: str, size: int, condition: str 
 
 def layers_of(
     operation: str, required: dict[str, Any], optional: dict[str, Any], minimum: int
-) -> list[Any]:
+) -> tuple[list[Any], list[Tensor] | None]:
     """The tensors of each layer, in the order of the sequences, which are given by name, and None for those
     of absent layers up to three. Those of ``optional`` may be None or have Nones. The first sequence sets the
-    number of layers, from ``minimum`` to 3."""
+    number of layers, from ``minimum`` to 3. Also the ups of all layers beyond each one's first, or None."""
+    ups, more = optional["ups"], None
+    if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):
+        firsts, more = _first_ups(operation, ups)
+        optional = {**optional, "ups": firsts}
     columns = [*required.values(), *optional.values()]
-    size = len(columns[0]) if type(columns[0]) in (tuple, list) else 0
+    size = len(columns[0]) if type(columns[0]) in SEQUENCE_TYPES else 0
     is_right = minimum <= size <= 3
     for i, tensors in enumerate(columns):
         if tensors is None and i >= len(required):
             columns[i] = (None,) * size
         elif (
-            type(tensors) not in (tuple, list)
+            type(tensors) not in SEQUENCE_TYPES
             or len(tensors) != size
             or (i < len(required) and not PLAIN_TYPES.issuperset(map(type, tensors)))
         ):
@@ -147,10 +150,10 @@ def layers_of(
     layers: list[Any] = []
     for layer in zip(*columns):
         layers += layer
-    return layers + [None] * (len(columns) * 3 - len(layers))
+    return layers + [None] * (len(columns) * 3 - len(layers)), more
 
 
-def first_up(operation: str, name: str, up: Sequence) -> tuple[Tensor, list[Tensor]]:
+def first_up(operation: str, name: str, up: Any) -> tuple[Tensor, list[Tensor]]:
     """The first of a layer's ups, and the others."""
     if not 1 <= len(up) <= MAX_UPS:
         fail(operation, f"{name} must hold 1 to {MAX_UPS} tensors, got {len(up)}")
@@ -160,7 +163,7 @@ def first_up(operation: str, name: str, up: Sequence) -> tuple[Tensor, list[Tens
     return up[0], list(up[1:])
 
 
-def first_ups(operation: str, ups: Sequence) -> tuple[list[Any], list[Tensor]]:
+def _first_ups(operation: str, ups: Any) -> tuple[list[Any], list[Tensor]]:
     """The first up of each layer, and the others of all layers."""
     firsts: list[Any] = []
     more: list[Tensor] = []

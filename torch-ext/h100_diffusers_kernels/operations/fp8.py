@@ -16,7 +16,6 @@ from .calls import (
     dtype_name,
     fail,
     first_up,
-    first_ups,
     layers_of,
     out_tensors,
     plain_call,
@@ -135,7 +134,7 @@ def linear_fp8(
     is_float16 = _is_float16("linear_fp8", dtype)
     more = None
     if type(up) in SEQUENCE_TYPES:
-        up, more = first_up("linear_fp8", "up", up)  # type: ignore[arg-type]
+        up, more = first_up("linear_fp8", "up", up)
     return _linear_fp8(x, x_scale, weight, weight_scale, bias, low, up, is_float16, more)
 
 
@@ -162,10 +161,7 @@ def linears_fp8(
         A tensor ``(..., N)`` for each weight, with the values of ``linear_fp8``.
     """
     is_float16 = _is_float16("linears_fp8", dtype)
-    more = None
-    if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):  # type: ignore[arg-type]
-        ups, more = first_ups("linears_fp8", ups)  # type: ignore[arg-type]
-    layers = layers_of(
+    layers, more = layers_of(
         "linears_fp8",
         {"weights": weights, "weight_scales": weight_scales},
         {"biases": biases, "lows": lows, "ups": ups},
@@ -202,7 +198,7 @@ def linear_gelu_fp8(
     tanh = choice("linear_gelu_fp8", "approximate", approximate, APPROXIMATIONS)
     more = None
     if type(up) in SEQUENCE_TYPES:
-        up, more = first_up("linear_gelu_fp8", "up", up)  # type: ignore[arg-type]
+        up, more = first_up("linear_gelu_fp8", "up", up)
     arguments = x, x_scale, weight, weight_scale, bias, low, up, tanh
     if out is None:
         return _linear_gelu_fp8(*arguments, more)
@@ -235,7 +231,7 @@ def linear_gated_residual_fp8(
     """
     more = None
     if type(up) in SEQUENCE_TYPES:
-        up, more = first_up("linear_gated_residual_fp8", "up", up)  # type: ignore[arg-type]
+        up, more = first_up("linear_gated_residual_fp8", "up", up)
     return _linear_gated_residual_fp8(
         residual, x, x_scale, weight, weight_scale, bias, low, up, gate, more
     )

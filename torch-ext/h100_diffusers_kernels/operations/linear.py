@@ -12,9 +12,7 @@ from .._ops import add_op_namespace_prefix
 from .calls import (
     APPROXIMATIONS,
     PLAIN_TYPES,
-    SEQUENCE_TYPES,
     fail,
-    first_ups,
     layers_of,
     number,
     out_tensors,
@@ -81,10 +79,7 @@ def linears_lora(
     if not (approximate is None or isinstance(approximate, str)) or approximate not in _GELUS:
         _refuse_gelu(approximate)
     gelu = _GELUS[approximate]
-    more = None
-    if type(ups) in SEQUENCE_TYPES and not SEQUENCE_TYPES.isdisjoint(map(type, ups)):  # type: ignore[arg-type]
-        ups, more = first_ups("linears_lora", ups)  # type: ignore[arg-type]
-    layers = layers_of(
+    layers, more = layers_of(
         "linears_lora",
         {"weights": weights},
         {"lows": lows, "ups": ups, "biases": biases},

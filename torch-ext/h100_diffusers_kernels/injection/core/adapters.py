@@ -256,17 +256,18 @@ def low_rank_operands(
         else:
             ups.append(terms[0][1] if len(terms) == 1 else [term[1] for term in terms])
     if way == "PyTorch":
-        low = scaled_linear(x, *packed_downs(downs, scales))
+        low = _scaled_linear(x, *packed_downs(downs, scales))
     elif len(downs) <= MAX_DOWNS and sum(ranks) <= _MAX_COLUMNS and {*map(type, scales)} == {float}:
         low = operations.lora_down(x, downs, scales, x_scale)
     else:
         down, scale = packed_downs(downs, scales)
         parts = down.split(_MAX_COLUMNS)
-        low = torch.cat([operations.lora_down(x, [part], [scale], x_scale) for part in parts], -1)
+        lows = [operations.lora_down(x, [part], [scale], x_scale) for part in parts]
+        low = lows[0] if len(lows) == 1 else torch.cat(lows, -1)
     return (low,) if len(ranks) == 1 else low.split_with_sizes(ranks, -1), ups
 
 
-def scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
+def _scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor:
     """``scale * linear(x, weight)``, rounded once."""
     if scale == 1:
         return torch.nn.functional.linear(x, weight)

@@ -20,7 +20,6 @@ from ..core.adapters import low_rank_operands, with_lora_bias
 
 # With fewer rows PyTorch's products are faster. On CPUs they always are.
 MIN_ROWS = {"cuda": 64, "cpu": 1 << 40}
-_MAX_LAYERS = 3  # of linears_lora
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALL_DTYPES = (*_DTYPES, torch.float32)
 
@@ -94,7 +93,7 @@ def lora_results(
     """The results of products of x, or their GELU with this approximation, written to ``out`` if that is
     given: for each a tensor (..., N) in which each sample is contiguous."""
     weights, biases, lows, ups, may_launch = zip(*products)
-    if may_launch[0] and len(ups) <= _MAX_LAYERS:
+    if may_launch[0]:
         return operations.linears_lora(
             x, weights, lows, ups, biases, approximate=approximate, out=out
         )
@@ -120,7 +119,6 @@ def _result(x: Tensor, weight: Tensor, bias: Any, low: Any, up: Any, out: Any) -
     else:
         linear(x, weight, bias, out=out)
     if low is not None:
-        up = torch.cat(up, 1) if type(up) is list else up
         rows = out if out.dim() == 2 else out.view(-1, out.shape[-1])
         rows.addmm_(low if low.dim() == 2 else low.reshape(-1, low.shape[-1]), up.t())
     return out

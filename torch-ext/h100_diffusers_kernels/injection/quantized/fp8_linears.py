@@ -232,11 +232,7 @@ def _bias_low_up(
         for own, low, up in zip(groups, *low_rank_operands(x.values, x.scale, groups)):
             lows[id(own)] = own, low, up  # with the terms, so that the id stays theirs
     _, low, up = lows[id(terms)]
-    bias = weight.bias
-    for term in terms:
-        if term[2] is not None:
-            bias = with_lora_bias(bias, (term,))
-    return bias, low, up
+    return with_lora_bias(weight.bias, terms), low, up
 
 
 def fp8_product(x: QuantizedRows, found: Fp8Weight) -> Tensor:
