@@ -509,11 +509,13 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
 def linear_gelu(layer: Any, activation: Any, approximate: str, x: Any) -> Tensor:
     """``activation(layer(x))`` for a GELU with this approximation. x may be quantized."""
     if type(layer) is not LINEAR.cls and "base_layer" in layer._modules:
-        products = lora_products(x, read_adapters(layer))
-        if products is not None:
-            if products[0][3] is not None:
+        found = read_adapters(layer)
+        if found is not None and not found[0][1]:
+            layer = found[0][0]
+        else:
+            products = lora_products(x, found)
+            if products is not None:
                 return lora_results(x, products, approximate)[0]
-            layer = layer._modules["base_layer"]
     if (
         isinstance(x, Tensor)
         and approximate == "tanh"
