@@ -94,10 +94,14 @@ def test_each_operand_is_where_it_belongs(kernel, device, dtype):
     assert torch.equal(out.float(), x @ weight.T + low @ up.T)
 
 
-# For tiles of 128 and of 192 columns, and both.
+# For tiles of 256, of 160 and of 128 columns, and of 160 with several layers.
+@pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("rows", "out_features", "in_features"),
-    [(2305, (4104,), 520), (2561, (3200,), 136), (1100, (1301, 1032, 3000), 272)],
+    [
+        *((2305, (4600,), 520), (2305, (4104,), 520), (2305, (2424,), 136)),
+        (1100, (1301, 1032, 3000), 272),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("approximate", [None, "tanh"])

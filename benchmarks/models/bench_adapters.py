@@ -47,9 +47,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "flux": (16, 28, (EAGER, "injected", FP8, FP8_GRAPHS)),
     "wan": (32, 4, ("injected",)),
-    "qwenimage": (32, 8, ("injected", GRAPHS)),
-    "ltx": (32, 8, ("injected", GRAPHS)),
-    "sdxl": (32, 16, (GRAPHS,)),
+    "qwenimage": (32, 50, ("injected", GRAPHS)),
+    "ltx": (32, 30, ("injected", GRAPHS)),
+    "sdxl": (32, 50, (GRAPHS,)),
 }
 WHOLE, WARM_UP_STEPS = ("flux",), 2
 NEVER, DELETED = "never loaded", "deleted"

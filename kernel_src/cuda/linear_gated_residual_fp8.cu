@@ -69,9 +69,10 @@ struct GatedResidualOutput {
 
 void linear_gated_residual_fp8(const LinearParams& args, Stream stream) {
   constexpr const char* kOperation = "linear_gated_residual_fp8";
-  dispatch_16_bit_product(kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
-    launch_fp8_product<columns, GatedResidualOutput<T>>(kOperation, args, stream);
-  });
+  dispatch_16_bit_product<192, 128>(
+      kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
+        launch_fp8_product<columns, GatedResidualOutput<T>>(kOperation, args, stream);
+      });
 }
 
 }  // namespace h100_diffusers_kernels

@@ -28,9 +28,10 @@ struct ActivatedOutput : RoundedOutput<T> {
 
 void linears_lora(const LinearParams& args, Stream stream) {
   constexpr const char* kOperation = "linears_lora";
-  dispatch_16_bit_product(kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
-    launch_product<columns, ActivatedOutput<T>, Operands::k16Bit>(kOperation, args, stream);
-  });
+  dispatch_16_bit_product<256, 160, 128>(
+      kOperation, args, stream, [&]<typename T>(std::type_identity<T>, auto columns) {
+        launch_product<columns, ActivatedOutput<T>, Operands::k16Bit>(kOperation, args, stream);
+      });
 }
 
 }  // namespace h100_diffusers_kernels

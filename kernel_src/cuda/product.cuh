@@ -412,29 +412,31 @@ __global__ void __launch_bounds__(kProductThreads, 1)
 
 // ---------------------------------------------------------------------------------------------------------
 
-// A matrix in boxes of 128 bytes a row. The stride is that of its rows, in elements.
+// A matrix in boxes of 128 or 64 bytes a row. The stride is that of its rows, in elements.
 inline CUtensorMap map_matrix(const char* operation, CUtensorMapDataType type, int element_bytes,
-                              const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows) {
+                              const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
+                              int row_bytes = kBoxRowBytes) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   // The stride of one row has no meaning, but must be a multiple of 16 bytes.
   if (rows == 1) stride = ceil_divide(columns, kVectorBytes) * kVectorBytes;
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride * element_bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(kBoxRowBytes / element_bytes),
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(row_bytes / element_bytes),
                              static_cast<cuuint32_t>(box_rows)};
-  return encode_tensor_map<2>(operation, type, data, sizes, strides, box);
+  const auto swizzle = row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode_tensor_map<2>(operation, type, data, sizes, strides, box, swizzle);
 }
 
 inline int product_clusters(const char* operation, Stream stream) {
   return multiprocessor_count(operation, stream.device) / kProductClusterBlocks;
 }
 
-// Returns the cycles that tiles of 128 or 192 columns take: those that each cluster computes in turn, with so
-// many cycles a stage and at the end of a tile (notes/fp8.md). With 16-bit operands a stage takes little more
-// than its products do.
+// Returns the cycles that tiles of so many columns take: those that each cluster computes in turn, with so
+// many cycles a stage and at the end of a tile (notes/fp8.md, notes/lora.md). With 16-bit operands a stage
+// takes little more than its products do.
 inline int64_t product_cycles(const LinearParams& args, int columns, int clusters) {
   const bool is_16_bit = args.x_scale == nullptr;
-  const int64_t fp8_stage = columns == 128 ? 565 : 807, end = columns == 128 ? 1800 : 2700;
-  const int64_t stage = is_16_bit ? 4 * columns + 16 : fp8_stage;
+  const int64_t fp8_stage = columns == 128 ? 565 : 807, end = 14 * columns;
+  const int64_t stage = is_16_bit ? 4 * columns + 48 : fp8_stage;
   int64_t column_tiles = 0;
   for (int i = 0; i < args.layer_count; ++i)
     column_tiles += ceil_divide(args.layers[i].out_features, columns);
@@ -480,7 +482,7 @@ void launch_product(const char* operation, const LinearParams& args, Stream stre
         is_16_byte_aligned(layer.out) && (args.rows == 1 || layer.out_stride * kOutBytes % kVectorBytes == 0);
     if (params.is_out_mapped[i])
       params.outs[i] = map_matrix(operation, Output::kMapType, kOutBytes, layer.out, args.rows,
-                                  layer.out_features, layer.out_stride, kWarpGroupRows);
+                                  layer.out_features, layer.out_stride, kWarpGroupRows, M::kOutBoxRowBytes);
     params.column_tiles += static_cast<int>(ceil_divide(layer.out_features, kColumns));
   }
   if constexpr (Output::kHasResidual) {
@@ -498,18 +500,18 @@ void launch_product(const char* operation, const LinearParams& args, Stream stre
       stream, M::kBytes);
 }
 
-// Calls launch(type, columns) with the type of 16-bit results and tiles of 128 or 192 columns, by their
-// cycles.
-template <typename Launch>
+// Calls launch(type, columns) with the type of 16-bit results and the tiles' columns of the least cycles.
+// With more than 192 there are no registers for FP8's products beside their sums.
+template <int... kColumns, typename Launch>
 void dispatch_16_bit_product(const char* operation, const LinearParams& args, Stream stream,
                              const Launch& launch) {
   const int clusters = product_clusters(operation, stream);
-  const bool is_wide = product_cycles(args, 192, clusters) <= product_cycles(args, 128, clusters);
+  const int columns = std::min({kColumns...}, [&](int one, int other) {
+    return product_cycles(args, one, clusters) < product_cycles(args, other, clusters);
+  });
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T> type) {
-    if constexpr (sizeof(T) == 2) {
-      if (is_wide) return launch(type, Constant<192>{});
-      launch(type, Constant<128>{});
-    }
+    if constexpr (sizeof(T) == 2)
+      static_cast<void>(((columns == kColumns && (launch(type, Constant<kColumns>{}), true)) || ...));
   });
 }
 

@@ -23,6 +23,10 @@ template <Operands kOperands>
 constexpr int kProductDepth = kOperands == Operands::k16Bit ? kBoxColumns : kBoxRowBytes;
 static_assert(kProductDepth<Operands::kFp8Blocks> == kFp8BlockSize);
 
+// A row of a box of the result. Half a box is the unit of 160 columns.
+template <int kColumns, int kElementBytes>
+constexpr int kOutRowBytes = kColumns * kElementBytes % kBoxRowBytes == 0 ? kBoxRowBytes : kBoxRowBytes / 2;
+
 // Shared memory. kElementBytes: of the result
 template <int kColumns_, int kElementBytes>
 struct ProductMemory {
@@ -30,9 +34,11 @@ struct ProductMemory {
   static constexpr uint32_t kXBytes = kProductTileRows * kBoxRowBytes;
   static constexpr uint32_t kWeightBytes = kColumns * kBoxRowBytes;
   static constexpr uint32_t kStageBytes = kXBytes + kWeightBytes;
-  static constexpr uint32_t kOutBoxBytes = kWarpGroupRows * kBoxRowBytes;
-  static constexpr int kOutBoxColumns = kBoxRowBytes / kElementBytes;
+  static constexpr int kOutBoxRowBytes = kOutRowBytes<kColumns, kElementBytes>;
+  static constexpr uint32_t kOutBoxBytes = kWarpGroupRows * kOutBoxRowBytes;
+  static constexpr int kOutBoxColumns = kOutBoxRowBytes / kElementBytes;
   static constexpr int kOutBoxes = kColumns / kOutBoxColumns;
+  static_assert(kOutBoxes * kOutBoxColumns == kColumns);
   static constexpr uint32_t kOutBytes = kProductGroups * kOutBoxes * kOutBoxBytes;
   static constexpr uint32_t kFactorBytes = kColumns * sizeof(float2);  // of each warp group
   static constexpr uint32_t kBarrierBytes = 256;

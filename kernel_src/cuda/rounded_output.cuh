@@ -18,13 +18,15 @@ struct RoundedOutput {
   template <int kValues>
   __device__ __forceinline__ static void store_shared(uint32_t out, const WarpRole& role,
                                                       const float (&values)[kValues]) {
-    constexpr uint32_t kBoxBytes = kWarpGroupRows * kBoxRowBytes;
+    constexpr int kRowBytes = kOutRowBytes<2 * kValues, sizeof(T)>;
+    constexpr int kPieces = kRowBytes / 16, kStores = kPieces / 2;  // of a row of a box
 #pragma unroll
     for (int p = 0; p < kValues / 8; ++p) {
       const float* v = values + 8 * p;
       const uint32_t fragment[4] = {pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
                                     pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])};
-      stmatrix(out + p / 4 * kBoxBytes + swizzled_piece(role.fragment_row(), p % 4 * 2 + role.lane / 16),
+      stmatrix(out + p / kStores * (kWarpGroupRows * kRowBytes) +
+                   swizzled_piece<kRowBytes>(role.fragment_row(), p % kStores * 2 + role.lane / 16),
                fragment);
     }
   }

@@ -1,6 +1,7 @@
 // TMA (tensor memory accelerator) copies of boxes of a strided tensor to shared memory and back. A box is a
 // number of rows of kBoxColumns elements (128 bytes). In shared memory the 16-byte pieces of a row have the
-// 128-byte swizzle of wgmma: piece p of row r is at p ^ (r % 8).
+// 128-byte swizzle of wgmma: piece p of row r is at p ^ (r % 8). Rows of 64 bytes have the 64-byte swizzle:
+// p ^ (r / 2 % 4).
 #pragma once
 
 #include <cuda.h>
@@ -21,8 +22,11 @@ constexpr int kSwizzleRows = 8;
 constexpr uint32_t kSwizzleBytes = kSwizzleRows * kBoxRowBytes;  // A tile begins at a multiple of it.
 
 // Returns the offset, in bytes, of a 16-byte piece of a row.
+template <int kRowBytes = kBoxRowBytes>
 __device__ __forceinline__ uint32_t swizzled_piece(int row, int piece) {
-  return static_cast<uint32_t>(row * kBoxRowBytes + (piece ^ row % kSwizzleRows) * 16);
+  static_assert(kRowBytes == kBoxRowBytes || kRowBytes == kBoxRowBytes / 2);
+  const int swizzle = kRowBytes == kBoxRowBytes ? row % kSwizzleRows : row / 2 % (kSwizzleRows / 2);
+  return static_cast<uint32_t>(row * kRowBytes + (piece ^ swizzle) * 16);
 }
 
 // First element of a box in (batch, seq, heads, head_dim). TMA counts dimensions from the innermost.
@@ -117,12 +121,13 @@ struct MappedTensor {
   }
 };
 
-// Makes a tensor map of boxes with the 128-byte swizzle. The sizes are those of all dimensions, the strides,
+// Makes a tensor map of boxes. The sizes are those of all dimensions, the strides,
 // in bytes, those of all but the innermost one.
 template <int kDims>
 CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, const void* data,
                               const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
-                              const cuuint32_t (&box)[kDims]) {
+                              const cuuint32_t (&box)[kDims],
+                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [&] {
     void* function = nullptr;
@@ -137,8 +142,8 @@ CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, c
   for (cuuint32_t& step : every) step = 1;
   CUtensorMap map;
   const CUresult result = encode(&map, type, kDims, const_cast<void*>(data), sizes, strides, box, every,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error(std::string(operation) + ": cuTensorMapEncodeTiled failed with error " +
                              std::to_string(static_cast<int>(result)));

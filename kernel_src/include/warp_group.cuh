@@ -29,7 +29,7 @@
 //                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(accumulate));
 //
 // The macros below generate the other instructions: 72 to 128 columns, where the operands after d start at 36
-// to 64; float16; and a in shared memory (a_from_shared, 128 and 192 columns), where a has a descriptor too
+// to 64; float16; and a in shared memory (a_from_shared, 128 to 256 columns), where a has a descriptor too
 // and imm-trans-a is added.
 #pragma once
 
@@ -42,7 +42,7 @@
 #include "async_copy.cuh"
 #include "tensor_copy.cuh"
 
-// Operands of inline assembly for the accumulators d of wgmma, 32 to 96 registers: their constraints, and
+// Operands of inline assembly for the accumulators d of wgmma, 32 to 128 registers: their constraints, and
 // their names in the instruction.
 #define H100_OUT_8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
@@ -63,12 +63,20 @@
 #define H100_REGISTERS_48 H100_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define H100_REGISTERS_56 H100_REGISTERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define H100_REGISTERS_64 H100_REGISTERS_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define H100_OUT_96(d) \
-  H100_OUT_64(d), H100_OUT_8(d, 64), H100_OUT_8(d, 72), H100_OUT_8(d, 80), H100_OUT_8(d, 88)
-#define H100_REGISTERS_96                                                                                 \
-  H100_REGISTERS_64                                                                                       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83," \
-  " %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define H100_OUT_80(d) H100_OUT_64(d), H100_OUT_8(d, 64), H100_OUT_8(d, 72)
+#define H100_OUT_96(d) H100_OUT_80(d), H100_OUT_8(d, 80), H100_OUT_8(d, 88)
+#define H100_OUT_128(d) \
+  H100_OUT_96(d), H100_OUT_8(d, 96), H100_OUT_8(d, 104), H100_OUT_8(d, 112), H100_OUT_8(d, 120)
+#define H100_REGISTERS_80 \
+  H100_REGISTERS_64       \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define H100_REGISTERS_96 \
+  H100_REGISTERS_80       \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define H100_REGISTERS_128                                                                              \
+  H100_REGISTERS_96                                                                                     \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112," \
+  " %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 namespace h100_diffusers_kernels {
 
@@ -162,8 +170,16 @@ struct Wgmma;
     H100_OF_SHARED(type, 128, 64, 64, 65, 66)                \
   };                                                         \
   template <>                                                \
+  struct Wgmma<T, 160> {                                     \
+    H100_OF_SHARED(type, 160, 80, 80, 81, 82)                \
+  };                                                         \
+  template <>                                                \
   struct Wgmma<T, 192> {                                     \
     H100_OF_SHARED(type, 192, 96, 96, 97, 98)                \
+  };                                                         \
+  template <>                                                \
+  struct Wgmma<T, 256> {                                     \
+    H100_OF_SHARED(type, 256, 128, 128, 129, 130)            \
   }
 H100_PRODUCTS(__nv_bfloat16, "bf16");
 H100_PRODUCTS(__half, "f16");

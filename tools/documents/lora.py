@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .common import MODE_NAMES, card, figure, load, markdown, setup, span, table
+from benchmarks.harness import history
+
+from .common import MODE_NAMES, card, figure, load, markdown, setup, span, table, there
 
 NEVER, DELETED = "never loaded", "deleted"
 FP8 = "injected+fp8"
@@ -15,9 +17,17 @@ VARIANTS = {
 }
 
 
-def flux(result: dict) -> dict:
-    """The variants of FLUX.1, all blocks."""
-    return next(entry for entry in result["models"] if entry["model"] == "flux")["variants"]
+def gathered(results: Path) -> dict:
+    """The newest entry of each model."""
+    found = history.gathered("adapters", "models", lambda entry: entry["model"], results)
+    return there(found, "adapters")
+
+
+def flux_run(results: Path) -> tuple[dict, dict]:
+    """The newest run of FLUX.1, all blocks, and its variants."""
+    found = gathered(results)
+    entry = next(entry for entry in found["models"] if entry["model"] == "flux")
+    return next(run for run in found["runs"] if entry in run["models"]), entry["variants"]
 
 
 def over_none(states: dict, name: str) -> float:
@@ -34,7 +44,7 @@ def changed_in(state: dict) -> str:
 @table
 def lora_models(results: Path) -> str:
     """Steps with adapters, beside the model that never had one."""
-    result = load(results, "adapters")
+    result = gathered(results)
     rows = []
     for entry in result["models"]:
         for variant, states in entry["variants"].items():
@@ -49,15 +59,14 @@ def lora_models(results: Path) -> str:
                 row += [f"{1e3 * state['first_s']['median']:.0f} ms" if name != NEVER else ""]
                 row += [changed_in(state) if name not in (NEVER, DELETED) else ""]
                 rows.append(row)
-    headers = ["model", "mode", "adapters", f"step, {card(result)}", "spread", "over none"]
-    return markdown(rows, [*headers, "first step", "change"]) + setup(result)
+    headers = ["model", "mode", "adapters", f"step, {card(result['runs'][0])}", "spread", "over none"]
+    return markdown(rows, [*headers, "first step", "change"]) + setup(*result["runs"])
 
 
 @table
 def summary_lora(results: Path) -> str:
     """FLUX.1 with and without adapters."""
-    result = load(results, "adapters")
-    variants = flux(result)
+    result, variants = flux_run(results)
     names = [name for name in variants["injected"] if name in (NEVER, "fused") or " rank " in name]
     rows = []
     for name in names:
@@ -79,12 +88,12 @@ def one_adapter(states: dict) -> str:
 
 
 def flux_over_none(results: Path, variant: str) -> str:
-    states = flux(load(results, "adapters"))[variant]
+    states = flux_run(results)[1][variant]
     return span([over_none(states, one_adapter(states))])
 
 
 def flux_over_eager(results: Path, variant: str) -> str:
-    variants = flux(load(results, "adapters"))
+    _, variants = flux_run(results)
     name = one_adapter(variants["eager"])
     eager, ours = (variants[each][name]["step_ms"]["median"] for each in ("eager", variant))
     return span([eager / ours])
@@ -113,6 +122,6 @@ def lora_fp8_over_eager(results: Path) -> str:
 @figure
 def lora_at_most_over_none(results: Path) -> str:
     """Of one adapter, in 16 bits without graphs: the model that it slows down most."""
-    models = load(results, "adapters")["models"]
+    models = gathered(results)["models"]
     each = [entry["variants"]["injected"] for entry in models if "injected" in entry["variants"]]
     return span([max(over_none(states, one_adapter(states)) for states in each)])
