@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.harness import history
 
-from .common import MODE_NAMES, card, figure, load, markdown, setup, span, table, there
+from .common import MODE_NAMES, card, figure, markdown, setup, span, table, there
 
 NEVER, DELETED = "never loaded", "deleted"
 FP8 = "injected+fp8"
@@ -44,9 +44,9 @@ def changed_in(state: dict) -> str:
 @table
 def lora_models(results: Path) -> str:
     """Steps with adapters, beside the model that never had one."""
-    result = gathered(results)
+    found = gathered(results)
     rows = []
-    for entry in result["models"]:
+    for entry in found["models"]:
         for variant, states in entry["variants"].items():
             for name, state in states.items():
                 if "step_ms" not in state:
@@ -59,8 +59,9 @@ def lora_models(results: Path) -> str:
                 row += [f"{1e3 * state['first_s']['median']:.0f} ms" if name != NEVER else ""]
                 row += [changed_in(state) if name not in (NEVER, DELETED) else ""]
                 rows.append(row)
-    headers = ["model", "mode", "adapters", f"step, {card(result['runs'][0])}", "spread", "over none"]
-    return markdown(rows, [*headers, "first step", "change"]) + setup(*result["runs"])
+    runs = found["runs"]
+    headers = ["model", "mode", "adapters", f"step, {card(runs[0])}", "spread", "over none"]
+    return markdown(rows, [*headers, "first step", "change"]) + setup(*runs)
 
 
 @table
