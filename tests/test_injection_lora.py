@@ -121,7 +121,7 @@ AT_REST = {
 
 @every_family
 @pytest.mark.parametrize("state", AT_REST)
-def test_adapters_at_rest_cost_nothing(kernel, device, family, state, peft_calls):
+def test_adapters_at_rest_cost_nothing(kernel, device, family, state, peft_calls, monkeypatch):
     """The same operators with the same results as in the injected model that never had an adapter."""
     model, plain, arguments = prepared(family, device)
     plain.requires_grad_(False)  # as peft does; PyTorch's products depend on it
@@ -133,6 +133,9 @@ def test_adapters_at_rest_cost_nothing(kernel, device, family, state, peft_calls
     for each in (plain, model):
         run(each, arguments)  # tables are cached
     peft_calls.clear()
+    for name in ("parts.linears", "attention.modules"):  # the code of active ones
+        users = sys.modules[f"{kernel.__name__}.injection.{name}"]
+        monkeypatch.setattr(users, "lora_products", lambda *arguments: peft_calls.append(arguments))
     results = []
     calls = [
         operators_of(lambda each=each: results.append(run(each, arguments)))

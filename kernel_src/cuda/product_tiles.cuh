@@ -23,7 +23,7 @@ template <Operands kOperands>
 constexpr int kProductDepth = kOperands == Operands::k16Bit ? kBoxColumns : kBoxRowBytes;
 static_assert(kProductDepth<Operands::kFp8Blocks> == kFp8BlockSize);
 
-// A row of a box of the result. Half a box is the unit of 160 columns.
+// Of a box of the result: half of 128 if a tile's columns are no multiple of them, as 160 16-bit ones.
 template <int kColumns, int kElementBytes>
 constexpr int kOutRowBytes = kColumns * kElementBytes % kBoxRowBytes == 0 ? kBoxRowBytes : kBoxRowBytes / 2;
 

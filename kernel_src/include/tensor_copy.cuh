@@ -121,8 +121,8 @@ struct MappedTensor {
   }
 };
 
-// Makes a tensor map of boxes. The sizes are those of all dimensions, the strides,
-// in bytes, those of all but the innermost one.
+// Makes a tensor map of boxes. The sizes are those of all dimensions, the strides, in bytes, those of all but
+// the innermost one.
 template <int kDims>
 CUtensorMap encode_tensor_map(const char* operation, CUtensorMapDataType type, const void* data,
                               const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
