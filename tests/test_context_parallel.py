@@ -478,6 +478,15 @@ def test_gradients(kernel, name):
         assert relative_distance(gradient, expected) < 1e-5
 
 
+@in_ranks
+def test_a_gather_on_cpus_is_not_in_flight(kernel):
+    """Gloo's corrupts memory if it runs beside other collectives."""
+    prepare_rank()
+    exchange = module_of(kernel, "parallel.exchange")
+    gathered = exchange._all_gather(torch.ones(2, 3), dist.group.WORLD)
+    assert type(gathered) is torch.Tensor and torch.equal(gathered, torch.ones(4, 3))
+
+
 # ------------------------------------------------------------------------------------------------
 # Models in part and copies
 

@@ -167,7 +167,9 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
     ending = "_autograd" if is_differentiated(x) else ""
     renamed = getattr(funcol, f"all_gather_single{ending}", None)  # in later versions of Torch
     gather = renamed or getattr(funcol, f"all_gather_tensor{ending}")
-    return gather(x, 0, group)
+    gathered = gather(x, 0, group)
+    # With other collectives in flight Gloo's corrupts memory (seen in Torch 2.13).
+    return _received(gathered) if x.device.type == "cpu" else gathered
 
 
 def _send_heads(
