@@ -480,7 +480,7 @@ def test_gradients(kernel, name):
 
 @in_ranks
 def test_a_gather_on_cpus_is_not_in_flight(kernel):
-    """Gloo's corrupts memory if it runs beside other collectives."""
+    """Gloo's all-gather corrupts memory while other collectives are in flight."""
     prepare_rank()
     exchange = module_of(kernel, "parallel.exchange")
     gathered = exchange._all_gather(torch.ones(2, 3), dist.group.WORLD)

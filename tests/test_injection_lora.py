@@ -14,6 +14,7 @@ from adapters import add_lora, linear_layers
 from checks import operators_of, relative_distance
 from families import FAMILIES, every_family, prepared, run
 from family import KERNEL_HEADS
+from graphs import module_of
 from injected_pairs import assert_as_close_as_eager, fallen_back, injected
 
 FLUX = FAMILIES["flux"]
@@ -41,7 +42,7 @@ def peft_calls(monkeypatch):
 @pytest.fixture
 def products_on_kernels(kernel):
     """`linears_lora` for any number of rows, on any device."""
-    rows = sys.modules[f"{kernel.__name__}.injection.parts.lora"].MIN_ROWS
+    rows = module_of(kernel, "parts.lora").MIN_ROWS
     before = dict(rows)
     rows.update(cpu=1, cuda=1)
     yield
@@ -134,7 +135,7 @@ def test_adapters_at_rest_cost_nothing(kernel, device, family, state, peft_calls
         run(each, arguments)  # tables are cached
     peft_calls.clear()
     for name in ("parts.linears", "attention.modules"):  # the code of active ones
-        users = sys.modules[f"{kernel.__name__}.injection.{name}"]
+        users = module_of(kernel, name)
         monkeypatch.setattr(users, "lora_products", lambda *arguments: peft_calls.append(arguments))
     results = []
     calls = [

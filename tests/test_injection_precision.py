@@ -25,7 +25,7 @@ from changes import offload
 from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, every_family
 from fp8_models import is_quantized
-from graphs import graphs  # noqa: F401
+from graphs import graphs, module_of  # noqa: F401
 from small_models import BY_NAME, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread", "_small_layers")
@@ -37,14 +37,10 @@ BLOCKS = {"ltx": 5, "ltx2": 5, "wan": 7, "qwenimage": 5, "qwenimage21": 5}
 both = pytest.mark.parametrize("precision", ["fp8", "fp8-fast"])
 
 
-def part_of(kernel, name):
-    return sys.modules[f"{kernel.__name__}.injection.{name}"]
-
-
 @pytest.fixture
 def _small_layers(kernel, monkeypatch):
     """The tests' models have only small layers."""
-    monkeypatch.setattr(part_of(kernel, "quantized.precision"), "MIN_FEATURES", 16)
+    monkeypatch.setattr(module_of(kernel, "quantized.precision"), "MIN_FEATURES", 16)
 
 
 def model_of(family, device, dtype=BFLOAT16, **config):
@@ -181,12 +177,12 @@ def test_fused_projections(kernel, device):
 
 
 def test_small_layers(kernel, device, monkeypatch):
-    monkeypatch.setattr(part_of(kernel, "quantized.precision"), "MIN_FEATURES", 512)
+    monkeypatch.setattr(module_of(kernel, "quantized.precision"), "MIN_FEATURES", 512)
     model = model_of(FLUX, device)
     with pytest.raises(ValueError, match="it has fewer than 512 features in or out"):
         kernel.inject_kernels(model, precision="fp8")
     assert_unchanged(model)
-    monkeypatch.setattr(part_of(kernel, "quantized.precision"), "MIN_FEATURES", 128)
+    monkeypatch.setattr(module_of(kernel, "quantized.precision"), "MIN_FEATURES", 128)
     names = kernel.inject_kernels(model, precision="fp8").quantized
     assert "transformer_blocks.0.attn.to_q" in names
 
@@ -197,8 +193,8 @@ def test_weight(kernel, device, dtype, monkeypatch):
     weight = torch.randn(50, 64, device=device, dtype=dtype)
     expected = fp8_models.quantized(weight)
     for at_once in (2**24, 64 * 7, 1):
-        monkeypatch.setattr(part_of(kernel, "quantized.fp8_weights"), "_AT_ONCE", at_once)
-        made = part_of(kernel, "quantized.fp8_weights").load_quantizer("fp8")(weight)
+        monkeypatch.setattr(module_of(kernel, "quantized.fp8_weights"), "_AT_ONCE", at_once)
+        made = module_of(kernel, "quantized.fp8_weights").load_quantizer("fp8")(weight)
         assert type(made) is type(expected.data) and made.dtype == dtype
         assert torch.equal(made.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(made.scale, expected.scale)
@@ -299,7 +295,7 @@ def test_failure(kernel, device, precision, is_late, monkeypatch):
     model = model_of(LTX, device)
     before = dict(model.named_parameters())
     values = {name: value.clone() for name, value in before.items()}
-    module = part_of(kernel, "core.patch" if is_late else "quantized.fp8_weights")
+    module = module_of(kernel, "core.patch" if is_late else "quantized.fp8_weights")
     name = "put_in" if is_late else "_set_weight"
     own, calls = getattr(module, name), []
 
@@ -407,7 +403,7 @@ def test_originals_in_parts(kernel, device, at_once, monkeypatch):
     layer.weight = nn.Parameter(layer.weight.t().contiguous().t(), requires_grad=False)
     before = dict(model.named_parameters())
     values = {name: value.clone() for name, value in before.items()}
-    monkeypatch.setattr(part_of(kernel, "quantized.fp8_weights"), "_AT_ONCE", at_once)
+    monkeypatch.setattr(module_of(kernel, "quantized.fp8_weights"), "_AT_ONCE", at_once)
     names = kernel.inject_kernels(model, precision="fp8").quantized
     for name in names:
         parameter = before[f"{name}.weight"]

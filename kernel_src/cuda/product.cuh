@@ -430,9 +430,9 @@ inline int product_clusters(const char* operation, Stream stream) {
   return multiprocessor_count(operation, stream.device) / kProductClusterBlocks;
 }
 
-// Returns the cycles that tiles of so many columns take: those that each cluster computes in turn, with so
-// many cycles a stage and at the end of a tile (notes/fp8.md, notes/lora.md). With 16-bit operands a stage
-// takes little more than its products do.
+// Returns the cycles of a product with tiles of this width: a cluster's number of tiles times the cycles of a
+// tile's stages and of its epilogue (notes/fp8.md, notes/lora.md). With 16-bit operands a stage takes little
+// more than its products do.
 inline int64_t product_cycles(const LinearParams& args, int columns, int clusters) {
   const bool is_16_bit = args.x_scale == nullptr;
   const int64_t fp8_stage = columns == 128 ? 565 : 807, end = 14 * columns;
@@ -500,8 +500,8 @@ void launch_product(const char* operation, const LinearParams& args, Stream stre
       stream, M::kBytes);
 }
 
-// Calls launch(type, columns) with the type of 16-bit results and the tiles' columns of the least cycles.
-// With more than 192 there are no registers for FP8's products beside their sums.
+// Calls launch(type, columns) with the type of 16-bit results and the width of tiles that takes the fewest
+// cycles. FP8 products have no registers for more than 192 columns: they have two accumulators.
 template <int... kColumns, typename Launch>
 void dispatch_16_bit_product(const char* operation, const LinearParams& args, Stream stream,
                              const Launch& launch) {
@@ -510,8 +510,7 @@ void dispatch_16_bit_product(const char* operation, const LinearParams& args, St
     return product_cycles(args, one, clusters) < product_cycles(args, other, clusters);
   });
   dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T> type) {
-    if constexpr (sizeof(T) == 2)
-      static_cast<void>(((columns == kColumns && (launch(type, Constant<kColumns>{}), true)) || ...));
+    if constexpr (sizeof(T) == 2) ((columns == kColumns ? launch(type, Constant<kColumns>{}) : void()), ...);
   });
 }
 

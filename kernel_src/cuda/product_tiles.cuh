@@ -23,7 +23,7 @@ template <Operands kOperands>
 constexpr int kProductDepth = kOperands == Operands::k16Bit ? kBoxColumns : kBoxRowBytes;
 static_assert(kProductDepth<Operands::kFp8Blocks> == kFp8BlockSize);
 
-// Of a box of the result: half of 128 if a tile's columns are no multiple of them, as 160 16-bit ones.
+// Bytes of a row of an output box: 64 if 128 do not divide a tile's row, as with 160 columns of 16 bits.
 template <int kColumns, int kElementBytes>
 constexpr int kOutRowBytes = kColumns * kElementBytes % kBoxRowBytes == 0 ? kBoxRowBytes : kBoxRowBytes / 2;
 

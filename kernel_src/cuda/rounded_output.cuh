@@ -19,7 +19,7 @@ struct RoundedOutput {
   __device__ __forceinline__ static void store_shared(uint32_t out, const WarpRole& role,
                                                       const float (&values)[kValues]) {
     constexpr int kRowBytes = kOutRowBytes<2 * kValues, sizeof(T)>;
-    constexpr int kPieces = kRowBytes / 16, kStores = kPieces / 2;  // of a row of a box
+    constexpr int kStores = kRowBytes / 32;  // of a row of a box
 #pragma unroll
     for (int p = 0; p < kValues / 8; ++p) {
       const float* v = values + 8 * p;

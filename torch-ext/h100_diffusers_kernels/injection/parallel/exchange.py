@@ -168,7 +168,7 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
     renamed = getattr(funcol, f"all_gather_single{ending}", None)  # in later versions of Torch
     gather = renamed or getattr(funcol, f"all_gather_tensor{ending}")
     gathered = gather(x, 0, group)
-    # With other collectives in flight Gloo's corrupts memory (seen in Torch 2.13).
+    # Gloo's all-gather corrupts memory while other collectives are in flight (Torch 2.13).
     return _received(gathered) if x.device.type == "cpu" else gathered
 
 
