@@ -300,6 +300,10 @@ def attention(
     return out if addend is None else out + addend
 
 
+def attention_int8(q, k, v, **options):
+    return attention(q, k, v, **options)
+
+
 def _log_sum_exp(q, k, scale, key_bias, key_lengths):
     keys = k.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=2).permute(0, 2, 3, 1)
     scores = (q.transpose(1, 2) @ keys) * (q.shape[3] ** -0.5 if scale is None else scale)

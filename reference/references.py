@@ -379,6 +379,11 @@ def attention(
     return out if addend is None else out + addend
 
 
+def attention_int8(q, k, v, **options):
+    """Of unrounded inputs, for derivatives; int8_attention.py rounds them."""
+    return attention(q, k, v, **options)
+
+
 def _log_sum_exp(q, k, scale, key_bias, key_lengths):
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if k.shape[1] == 0 or q.numel() == 0:

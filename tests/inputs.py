@@ -309,6 +309,7 @@ TABLE = {
     "swiglu": Operation(("x",), (), ("bias",), (_ACTIVATED,)),
     "softmax": Operation(("x",)),
     "attention": Operation(),
+    "attention_int8": Operation(),
 }
 # FP8 operations are not in the table: they have no derivatives, and their tensors have several dtypes.
 # Those whose name without the ending is another operation, which takes the same arguments.
@@ -346,6 +347,7 @@ TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulat
 HEADS_GIVEN = "attention_heads_given"
 # With the logarithms of the sums of the exponentials.
 WITH_LSE = "attention_with_lse"
+INT8_HEADS_GIVEN, INT8_WITH_LSE = "attention_int8_heads_given", "attention_int8_with_lse"
 # With LayerNorm of each head.
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
 # With a scale for each block of a row.
@@ -381,6 +383,8 @@ CALLS = [
     RMS_CHANNELS_LAST,
     HEADS_GIVEN,
     WITH_LSE,
+    INT8_HEADS_GIVEN,
+    INT8_WITH_LSE,
     OF_LAYER_NORM,
 ]
 HEADS = 4
@@ -489,23 +493,24 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         arguments["num_groups"] = max(seq // smallest_factor(seq), 1)
         arguments["channel_bias"], arguments["activation"] = tensor(batch, seq), "silu"
         return kernel.group_norm, arguments
-    if name in ("attention", HEADS_GIVEN, WITH_LSE):
+    if name.startswith("attention"):
         head_dim, count = 64, max(hidden // 64, 1)
         size = (batch, seq, count * head_dim)
         arguments = {key: tensor(*size, layout=layout) for key in ("q", "k", "v")}
-        if name == HEADS_GIVEN:
+        if name.endswith("heads_given"):
             arguments["heads"] = count
         else:
             arguments = {key: t.unflatten(2, (-1, head_dim)) for key, t in arguments.items()}
-        if name == WITH_LSE:
+        if name.endswith("with_lse"):
             arguments["return_lse"] = True
         arguments["scale"] = 0.2
-        arguments["key_bias"] = tensor(batch, seq)
+        if operation_of(name) == "attention":
+            arguments["key_bias"] = tensor(batch, seq)
         lengths = seq - torch.arange(batch, dtype=torch.int32, device=device) * seq // 3
         arguments["key_lengths"] = lengths
         arguments["gate"] = tensor(batch, seq, count, mean=0.5)
         arguments["addend"] = torch.empty_like(arguments["q"]).copy_(tensor(*arguments["q"].shape))
-        return kernel.attention, arguments
+        return getattr(kernel, operation_of(name)), arguments
     if name == "rope":
         arguments = {"x": tensor(*shape, layout=layout), "layout": "half"}
         tables = rotary_tables(seq, hidden // heads, dtype=torch.float32, device=device)

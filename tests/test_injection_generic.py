@@ -312,7 +312,8 @@ def attention_calls(kernel, device, options, is_direct):
         given = [x.transpose(1, 2) for x in given]
         options.pop("attention_kwargs", None)
         name, own = "scaled_dot_product_attention", F.scaled_dot_product_attention
-    ours = functools.partial(getattr(kernel.injection.attention.processors, name), **options)
+    replacement = getattr(kernel.injection.attention.processors, name)
+    ours = functools.partial(replacement, False, **options)
     calls = kernel_calls(outcome, ours, *given)
     return calls, outcome(ours, *given), outcome(functools.partial(own, **options), *given)
 

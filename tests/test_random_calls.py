@@ -22,7 +22,7 @@ def test_wrong_calls_are_refused_in_one_sentence(device, hundred, part):
 
 
 def test_every_operation_is_called_wrongly(device):
-    called = {random_calls.random_call(seed, device).name for seed in range(300)}
+    called = {random_calls.random_call(seed, device).name for seed in range(450)}
     assert called == set(random_calls.TABLE)
 
 

@@ -85,6 +85,7 @@ def our_functions(kernel: ModuleType, device: torch.device) -> dict[str, Callabl
         (bench_group_norm, Workload("group_norm", IMAGE_SHAPE, bench_group_norm.EMBEDDING)),
         (bench_group_norm, Workload("channel_rms_norm", IMAGE_SHAPE, bench_group_norm.SILU)),
         (bench_attention, Workload("attention", (1, 16, 16, 32, 64))),
+        (bench_attention, Workload("attention_int8", (1, 16, 16, 32, 64))),
     ]
     functions = {}
     for module, workload in workloads:

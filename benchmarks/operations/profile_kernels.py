@@ -72,8 +72,9 @@ MAIN_SHAPES: tuple[tuple[Family, Workload], ...] = (
     (bench_softmax.FAMILY, Workload("softmax", (8192, 8192))),
     (bench_attention.FAMILY, Workload("attention", (2, 8064, 8064, 32, 64))),
     (bench_attention.FAMILY, Workload("attention", (2, 8064, 128, 32, 64))),
+    (bench_attention.FAMILY, Workload("attention_int8", (2, 8064, 8064, 32, 64))),
 )
-NOT_BOUND_BY_MEMORY = ("attention",)
+NOT_BOUND_BY_MEMORY = ("attention", "attention_int8")
 
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"

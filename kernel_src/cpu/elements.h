@@ -65,21 +65,26 @@ inline uint8_t float_to_e4m3(float value) {
   return static_cast<uint8_t>(rounded | ((bits >> 24) & 0x80));
 }
 
-// Returns the scale of FP8 values: 0 if it would be subnormal, NaN if a value is not finite.
-inline float fp8_scale(const float* values, int64_t count) {
-  constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-  uint32_t largest = 0;  // as an integer, so that NaN is the largest
+// Returns the bits of the largest magnitude, or `largest` if they are larger. As integers, so that NaN is the
+// largest.
+inline uint32_t largest_magnitude(const float* values, int64_t count, uint32_t largest = 0) {
 #pragma omp simd reduction(max : largest)
   for (int64_t i = 0; i < count; ++i)
-    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & kMagnitude);
-  if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
-  const float scale = std::bit_cast<float>(largest) / kLargestFp8;
+    largest = std::max(largest, std::bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+  return largest;
+}
+
+// Returns the scale of values with this largest magnitude: 0 if it would be subnormal, NaN if a value is not
+// finite.
+inline float scale_of(uint32_t largest, float largest_code) {
+  if (largest >= 0x7f800000u) return std::numeric_limits<float>::quiet_NaN();
+  const float scale = std::bit_cast<float>(largest) / largest_code;
   return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
 }
 
 // Stores values over their scale. Returns the scale.
 inline float store_fp8(const float* values, int64_t count, uint8_t* out) {
-  const float scale = fp8_scale(values, count);
+  const float scale = scale_of(largest_magnitude(values, count), kLargestFp8);
   if (scale == 0.0f)
     std::fill_n(out, count, uint8_t{0});
   else

@@ -69,10 +69,6 @@ int64_t half_value_bytes(const AttentionParams& args) {
   return has_half_values(args) ? Workspace(args).bytes() : 0;
 }
 
-int64_t element_count(const AttentionParams& args) {
-  return args.batch * args.query_length * args.heads * args.head_dim;
-}
-
 template <typename T, int kHeadDim, KeyBias kBias>
 void launch_resident(AttentionKernelParams& params, int multiprocessors, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim, kHeadDim == 64 ? RowSums::kMultiplied : RowSums::kAdded>;
@@ -142,27 +138,18 @@ void launch(AttentionKernelParams& params, Stream stream) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  const int64_t out_bytes = is_mappable(out_of(args)) ? 0 : element_count(args) * bytes_of(args.dtype);
-  return half_value_bytes(args) + out_bytes;
+  return half_value_bytes(args) + unmapped_output_bytes(args);
 }
 
 void attention(const AttentionParams& args, Stream stream) {
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
-  const HeadsTensor out = out_of(args);
-  const void* contiguous_out = nullptr;
-  if (!is_mappable(out)) contiguous_out = static_cast<char*>(args.workspace) + half_value_bytes(args);
-  params.out = map_tensor(
-      kOperation,
-      contiguous_out == nullptr
-          ? out
-          : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
-      args.dtype, kStoreRows);
-  dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
-    if constexpr (sizeof(T) == 2) launch<T>(params, stream);
+  write_mapped_output(kOperation, params, half_value_bytes(args), stream, [&] {
+    dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
+      if constexpr (sizeof(T) == 2) launch<T>(params, stream);
+    });
   });
-  if (contiguous_out != nullptr) write_output(kOperation, args, contiguous_out, stream);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -2,55 +2,35 @@
 // and copied element by element.
 #pragma once
 
-#include "attention_tiles.cuh"
-#include "launch.cuh"
-#include "pack.cuh"
+#include "attention_epilogue.cuh"
 
 namespace h100_diffusers_kernels {
 
-struct OutputKernelParams {
-  const uint16_t* in;  // (batch, seq, heads, head_dim), contiguous
-  AttentionOutput out;
-  FastDivisor heads, query_length;
-  int rows, head_dim;
-};
+// in: a contiguous output
+void write_output(const char* operation, const AttentionParams& args, const void* in, Stream stream);
 
-constexpr int kOutputThreads = 256;
-static_assert(kOutputThreads >= kMaxAttentionHeadDim);  // a block has whole rows
-constexpr int kOutputRows = 8;                          // A thread copies one column of these rows.
-
-__global__ void __launch_bounds__(kOutputThreads)
-    scalar_attention_output_kernel(const __grid_constant__ OutputKernelParams params) {
-  const int thread = static_cast<int>(threadIdx.x), step = kOutputThreads / params.head_dim;
-  const int column = thread % params.head_dim;
-  if (thread >= step * params.head_dim) return;
-  const int first = static_cast<int>(blockIdx.x) * step * kOutputRows + thread / params.head_dim;
-  griddepcontrol_wait();
-#pragma unroll
-  for (int i = 0; i < kOutputRows; ++i) {
-    const int row = first + i * step;
-    if (row >= params.rows) break;
-    const uint32_t token = params.heads.divide(static_cast<uint32_t>(row));
-    const uint32_t batch = params.query_length.divide(token);
-    const uint32_t head = static_cast<uint32_t>(row) - token * params.heads.divisor;
-    const uint32_t seq = token - batch * params.query_length.divisor;
-    const int64_t* strides = params.out.strides;
-    static_cast<uint16_t*>(
-        params.out.data)[batch * strides[0] + seq * strides[1] + head * strides[2] + column] =
-        params.in[int64_t{row} * params.head_dim + column];
-  }
+// Bytes of the workspace for an output that TMA cannot write.
+inline int64_t unmapped_output_bytes(const AttentionParams& args) {
+  if (is_mappable(out_of(args))) return 0;
+  return args.batch * args.query_length * args.heads * args.head_dim * bytes_of(args.dtype);
 }
 
-// in: a contiguous output.
-inline void write_output(const char* operation, const AttentionParams& args, const void* in, Stream stream) {
-  OutputKernelParams params{static_cast<const uint16_t*>(in), args.out, {}, {}, 0, 0};
-  params.heads.set(static_cast<uint32_t>(args.heads));
-  params.query_length.set(static_cast<uint32_t>(args.query_length));
-  params.rows = static_cast<int>(args.batch * args.query_length * args.heads);
-  params.head_dim = static_cast<int>(args.head_dim);
-  const int block_rows = kOutputThreads / params.head_dim * kOutputRows;
-  launch_kernel(operation, scalar_attention_output_kernel, dim3(ceil_divide(params.rows, block_rows)),
-                kOutputThreads, params, stream);
+// Sets params.out to the output, or to a contiguous one at `offset` of the workspace if TMA cannot write it,
+// and calls launch().
+template <class Launch>
+void write_mapped_output(const char* operation, AttentionKernelParams& params, int64_t offset, Stream stream,
+                         const Launch& launch) {
+  const AttentionParams& args = params.args;
+  const HeadsTensor out = out_of(args);
+  const bool is_mapped = is_mappable(out);
+  const void* contiguous_out = static_cast<char*>(args.workspace) + offset;
+  params.out = map_tensor(
+      operation,
+      is_mapped ? out
+                : contiguous_tensor(contiguous_out, args.batch, args.query_length, args.heads, args.head_dim),
+      args.dtype, kStoreRows);
+  launch();
+  if (!is_mapped) write_output(operation, args, contiguous_out, stream);
 }
 
 }  // namespace h100_diffusers_kernels

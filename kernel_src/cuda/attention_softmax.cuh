@@ -30,6 +30,12 @@ __device__ __forceinline__ float maximum_of(float a, float b) {
   return result;
 }
 
+__device__ __forceinline__ float minimum_of(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // Four lanes share a row.
 __device__ __forceinline__ float row_maximum(float x) {
   x = maximum_of(x, __shfl_xor_sync(~0u, x, 1));

@@ -17,29 +17,38 @@ enum class Rescaling { kOnline, kLazy };
 // inaccurate.
 enum class Pass { kShare, kClaimed, kInaccurate };
 
-// The tiles that a block has claimed, in order, in shared memory. Multiprocessors differ in speed by several
-// percent, so the loading thread claims each tile when it is about to load it (notes/attention.md, "Claimed
-// tiles").
+// Calls body(tile) for the tiles that the block claims, until it returns false. Multiprocessors differ in
+// speed by several percent, so the loading thread claims each tile when it is about to load it
+// (notes/attention.md, "Claimed tiles"). The first tile of a block needs no claim.
+template <class Body>
+__device__ __forceinline__ void claim_each_tile(const AttentionKernelParams& params, const Body& body) {
+  int tile = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+  while (tile < params.tiles) {
+    if (!body(tile)) break;
+    // The reduction over one thread makes the value uniform for the compiler: coordinates of TMA copies must
+    // be in uniform registers.
+    tile = static_cast<int>(gridDim.x) + __reduce_max_sync(1u, atomicAdd(params.claimed_tiles, 1));
+  }
+}
+
+// The tiles that a block has claimed, in order, in shared memory.
 struct TileList {
   static constexpr int kCapacity = 2048;
   static constexpr uint32_t kBytes = (kCapacity + 1) * 4;
   uint32_t address;
 
-  // Calls body(tile) for each claimed tile. The first tile of a block needs no claim. A block whose list is
-  // full stops claiming; the lists of all blocks together must hold all tiles.
+  // Calls body(tile) for each claimed tile. A block whose list is full stops claiming; the lists of all
+  // blocks together must hold all tiles.
   template <class Body>
   __device__ __forceinline__ void claim_each(const AttentionKernelParams& params, const Body& body) const {
     if (params.tiles > int64_t{gridDim.x} * kCapacity) __trap();
-    int tile = static_cast<int>(blockIdx.x), index = 0;
-#pragma unroll 1
-    while (tile < params.tiles) {
+    int index = 0;
+    claim_each_tile(params, [&](int tile) {
       store_shared(entry(index), static_cast<uint32_t>(tile));
       body(tile);
-      if (++index == kCapacity) break;
-      // The reduction over one thread makes the value uniform for the compiler: coordinates of TMA copies
-      // must be in uniform registers.
-      tile = static_cast<int>(gridDim.x) + __reduce_max_sync(1u, atomicAdd(params.claimed_tiles, 1));
-    }
+      return ++index < kCapacity;
+    });
     store_shared(entry(index), kEnd);
   }
 

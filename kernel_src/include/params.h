@@ -375,12 +375,28 @@ struct AttentionParams {
   bool gate_is_float32;        // otherwise it has the dtype
   AttentionOperand addend;     // data may be null
   float* lse;                  // (batch, query_length, heads), contiguous; may be null
-  void* workspace;             // attention_workspace_bytes long, aligned to 256 bytes
+  void* workspace;             // as long as the launcher asks for, aligned to 256 bytes
 };
 
 // Returns the workspace size of the launch.
 int64_t attention_workspace_bytes(const AttentionParams& params);
 void attention(const AttentionParams& params, Stream stream);
+
+// attention with rounded operands and probabilities, and float32 sums. There is no key_bias. Scales are the
+// largest magnitude that shares them over the largest code, 0 if they would be subnormal, and NaN if a value
+// is not finite. All are of one batch entry and head, of the keys before key_lengths[batch]:
+//   query          INT8, a scale for each token
+//   key - mean     INT8, a scale for the tokens of each tile of kInt8KeyTile with the same (token % 8) / 2;
+//                  the mean is that of the tokens, or of a sample of at least 2048 of them
+//   value          E4M3, a scale for each channel
+//   probabilities  E4M3; their sums are of the rounded ones
+// Query and key are multiplied by a Hadamard matrix of kMaxAttentionHeadDim columns before their rounding.
+// lse is that of the given keys: scale * q mean^T is added, of the given query.
+constexpr float kLargestInt8 = 127.0f;
+constexpr int64_t kInt8KeyTile = 128;
+
+int64_t attention_int8_workspace_bytes(const AttentionParams& params);
+void attention_int8(const AttentionParams& params, Stream stream);
 
 // FP8 is E4M3 (torch.float8_e4m3fn): 4 bits of exponent, 3 of mantissa, no infinity. Values are stored
 // divided by a float32 scale, the largest magnitude that shares the scale over kLargestFp8.

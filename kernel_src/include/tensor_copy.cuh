@@ -57,6 +57,15 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
+// Copies contiguous memory. Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          Barrier barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier.address)
+      : "memory");
+}
+
 // Copies the box to the same address of each block of the cluster whose bit is set in `blocks`, and signals
 // the barrier at the same address there.
 __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap& map, Barrier barrier,

@@ -208,6 +208,11 @@ __device__ __forceinline__ void compiler_fence(float (&values)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
+template <int kSize>
+__device__ __forceinline__ void compiler_fence(int (&values)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
 
 // Set the number of registers of each thread of the warp group. Registers that one group releases can be
 // allocated by others.
@@ -291,6 +296,38 @@ struct Fp8Wgmma;
 H100_FP8_PRODUCT(128, 64, 64, 65, 66);
 H100_FP8_PRODUCT(192, 96, 96, 97, 98);
 #undef H100_FP8_PRODUCT
+
+// The products of attention in 8 bits. scores: a and b are INT8 in shared memory, d is integers. outputs: a
+// is E4M3 in registers, four values in each; a0 and a1 hold columns 4 (lane % 4) to 4 (lane % 4) + 3 of the
+// two rows, a2 and a3 the columns 16 to the right. b has 128 columns of values and 8 of ones.
+#define H100_OUT_68(d) H100_OUT_64(d), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67])
+#define H100_REGISTERS_68 H100_REGISTERS_64 ", %64, %65, %66, %67"
+#define H100_INTEGERS_8(d, i)                                                                 \
+  "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), \
+      "+r"(d[i + 6]), "+r"(d[i + 7])
+struct Int8Wgmma {
+  __device__ __forceinline__ static void scores(int (&d)[64], MatrixDescriptor a, MatrixDescriptor b,
+                                                bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" H100_REGISTERS_64 "}, %64, %65, accumulate;\n}"
+        : H100_INTEGERS_8(d, 0), H100_INTEGERS_8(d, 8), H100_INTEGERS_8(d, 16), H100_INTEGERS_8(d, 24),
+          H100_INTEGERS_8(d, 32), H100_INTEGERS_8(d, 40), H100_INTEGERS_8(d, 48), H100_INTEGERS_8(d, 56)
+        : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));
+  }
+  __device__ __forceinline__ static void outputs(float (&d)[68], const uint32_t (&a)[4], MatrixDescriptor b,
+                                                 bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %73, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n136k32.f32.e4m3.e4m3 {" H100_REGISTERS_68
+        "}, {%68, %69, %70, %71}, %72, accumulate, 1, 1;\n}"
+        : H100_OUT_68(d)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));
+  }
+};
+#undef H100_INTEGERS_8
+#undef H100_REGISTERS_68
+#undef H100_OUT_68
 
 // As Wgmma's a_from_registers, with the inner dimension of b along the 128-byte rows (imm-trans-b is 0) and
 // fewer columns.

@@ -11,6 +11,7 @@ from .injection import (
 from .operations import (
     CoordinateRope,
     attention,
+    attention_int8,
     channel_rms_norm,
     gated_residual,
     gated_residual_layer_norm_modulate,
@@ -52,6 +53,7 @@ __all__ = [
     "CoordinateRope",
     "InjectionReport",
     "attention",
+    "attention_int8",
     "channel_rms_norm",
     "context_parallel_plan",
     "eject_kernels",

@@ -121,52 +121,72 @@ AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, 
   return params;
 }
 
-void run_attention(const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
+// The launcher of an operation, and its name in errors.
+struct Kernel {
+  const char* operation;
+  int64_t (*workspace_bytes)(const AttentionParams& params);
+  void (*launch)(const AttentionParams& params, Stream stream);
+};
+
+constexpr Kernel kAttention{"attention", attention_workspace_bytes, attention};
+constexpr Kernel kAttentionInt8{"attention_int8", attention_int8_workspace_bytes, attention_int8};
+
+void run(const Kernel& kernel, const ArgumentChecker& check, AttentionParams& params, const Tensor& out) {
   if (out.numel() == 0) return;
   params.out.data = out.mutable_data_ptr();
   set_heads_strides(params.out.strides, out, params.head_dim);
   const DeviceStream device(out);
   OwnedTensor workspace;
-  if (const int64_t bytes = attention_workspace_bytes(params)) {
+  if (const int64_t bytes = kernel.workspace_bytes(params)) {
     workspace = check.empty({bytes / bytes_of(params.dtype)});
     params.workspace = Tensor(workspace).mutable_data_ptr();
   }
-  attention(params, device.stream());
+  kernel.launch(params, device.stream());
 }
 
-OwnedTensor call_attention(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
-                           std::optional<double> scale, const OptionalTensor& key_bias,
-                           const OptionalTensor& key_lengths, std::optional<int64_t> heads,
-                           const OptionalTensor& gate, const OptionalTensor& addend) {
-  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
-  AttentionParams params =
-      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+ArgumentChecker checker(const Kernel& kernel, const Tensor& q, std::optional<int64_t> heads) {
+  return ArgumentChecker(kernel.operation, "q", q, heads.has_value() ? 3 : 4, false);
+}
+
+OwnedTensor run_to_new(const Kernel& kernel, const ArgumentChecker& check, AttentionParams params) {
   OwnedTensor out = check.empty(check.shape());
-  run_attention(check, params, Tensor(out));
+  run(kernel, check, params, Tensor(out));
   return out;
 }
 
 // Returns the output and the logarithms of the sums of the exponentials, float32.
-TwoTensors call_attention_lse(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
-                              std::optional<double> scale, const OptionalTensor& key_bias,
-                              const OptionalTensor& key_lengths, std::optional<int64_t> heads,
-                              const OptionalTensor& gate, const OptionalTensor& addend) {
-  const ArgumentChecker check("attention", "q", q, heads.has_value() ? 3 : 4, false);
-  AttentionParams params =
-      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+TwoTensors run_to_new_with_lse(const Kernel& kernel, const ArgumentChecker& check, AttentionParams params) {
   OwnedTensor out = check.empty(check.shape());
   OwnedTensor lse =
       check.empty({params.batch, params.query_length, params.heads}, aoti_torch_dtype_float32());
   params.lse = static_cast<float*>(Tensor(lse).mutable_data_ptr());
-  run_attention(check, params, Tensor(out));
+  run(kernel, check, params, Tensor(out));
   return {std::move(out), std::move(lse)};
 }
 
-void call_attention_out(const char* operation, const Tensor& q, const Tensor& k, const Tensor& v,
+OwnedTensor call_attention(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                           std::optional<double> scale, const OptionalTensor& key_bias,
+                           const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                           const OptionalTensor& gate, const OptionalTensor& addend) {
+  const ArgumentChecker check = checker(kAttention, q, heads);
+  return run_to_new(kAttention, check,
+                    attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend));
+}
+
+TwoTensors call_attention_lse(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                              std::optional<double> scale, const OptionalTensor& key_bias,
+                              const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                              const OptionalTensor& gate, const OptionalTensor& addend) {
+  const ArgumentChecker check = checker(kAttention, q, heads);
+  return run_to_new_with_lse(
+      kAttention, check, attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend));
+}
+
+void call_attention_out(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
                         std::optional<double> scale, const OptionalTensor& key_bias,
                         const OptionalTensor& key_lengths, std::optional<int64_t> heads,
                         const OptionalTensor& gate, const OptionalTensor& addend, const Tensor& out) {
-  const ArgumentChecker check(operation, "q", q, heads.has_value() ? 3 : 4, false);
+  const ArgumentChecker check = checker(kAttention, q, heads);
   AttentionParams params =
       attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
   check_out(check, out, check.shape(),
@@ -177,7 +197,25 @@ void call_attention_out(const char* operation, const Tensor& q, const Tensor& k,
              {"key_lengths", key_lengths},
              {"gate", gate},
              {"addend", addend}});
-  run_attention(check, params, out);
+  run(kAttention, check, params, out);
+}
+
+OwnedTensor call_attention_int8(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                                std::optional<double> scale, const OptionalTensor& key_lengths,
+                                std::optional<int64_t> heads, const OptionalTensor& gate,
+                                const OptionalTensor& addend) {
+  const ArgumentChecker check = checker(kAttentionInt8, q, heads);
+  return run_to_new(kAttentionInt8, check,
+                    attention_params(check, q, k, v, scale, {}, key_lengths, heads, gate, addend));
+}
+
+TwoTensors call_attention_int8_lse(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                                   std::optional<double> scale, const OptionalTensor& key_lengths,
+                                   std::optional<int64_t> heads, const OptionalTensor& gate,
+                                   const OptionalTensor& addend) {
+  const ArgumentChecker check = checker(kAttentionInt8, q, heads);
+  return run_to_new_with_lse(kAttentionInt8, check,
+                             attention_params(check, q, k, v, scale, {}, key_lengths, heads, gate, addend));
 }
 
 constexpr Operation kOperations[] = {
@@ -191,6 +229,12 @@ constexpr Operation kOperations[] = {
               " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) out)"
               " -> ()",
               call_attention_out>(),
+    operation<"attention_int8(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_lengths, int? heads,"
+              " Tensor? gate, Tensor? addend) -> Tensor",
+              call_attention_int8>(),
+    operation<"attention_int8_lse(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_lengths,"
+              " int? heads, Tensor? gate, Tensor? addend) -> (Tensor, Tensor)",
+              call_attention_int8_lse>(),
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..operations.conditions import an
 from .attention.backend import why_not_own_in_parallel
-from .attention.decision import NOT_WANTED
+from .attention.decision import INT8, NOT_WANTED, SIXTEEN_BIT
 from .attention.processors import ProcessorSpec, attention_spec
 from .core import checks, patch
 from .core.checks import class_name, find_class
@@ -64,7 +64,7 @@ class _Plan:
 def inject_kernels(
     pipe_or_model: Any,
     *,
-    attention: bool = True,
+    attention: bool | str = True,
     cuda_graphs: bool = False,
     max_cuda_graphs: int = 8,
     precision: str | None = None,
@@ -100,7 +100,9 @@ def inject_kernels(
         pipe_or_model: a ``torch.nn.Module`` (a compiled or otherwise wrapped one included), or a pipeline
             with a diffusers model among its components.
         attention: whether attention itself runs on this package's kernel, too. False leaves it to
-            diffusers and replaces what comes before and after it.
+            diffusers and replaces what comes before and after it. "int8" computes long attention without a
+            mask in 8 bits: of at least 4096 queries and keys, with heads of more than 64 elements. "16-bit"
+            computes none in 8 bits. True means "16-bit", and with a precision "int8" for some families.
         cuda_graphs: whether each model's forward is captured into a CUDA graph at the second call of a kind
             and replayed from then on, if no gradients are asked for. Calls share a graph if everything
             except tensor values matches: shapes, dtypes, other arguments and PyTorch's settings. The result
@@ -139,9 +141,9 @@ def inject_kernels(
         print(report)
     """
     options = _check_options(
+        attention,
         precision,
         keep,
-        attention=attention,
         cuda_graphs=cuda_graphs,
         max_cuda_graphs=max_cuda_graphs,
         keep_originals=keep_originals,
@@ -263,7 +265,9 @@ def _plan(
             f"inject_kernels: {name or 'the model'} runs on kernels injected with {before}, "
             f"got {now}: call eject_kernels first"
         )
-    injection = Injection(name, options, weakref.ref(model))
+    attention, tiers = options["attention"], () if family is None else family.int8_tiers
+    is_int8 = attention == INT8 or (attention is True and options["precision"] in tiers)
+    injection = Injection(name, {**options, "is_int8": is_int8}, weakref.ref(model))
     report = injection.report
     plan = _Plan(model, injection)
     stand_ins = plan.stand_ins
@@ -346,6 +350,8 @@ def _stand_ins(
     reason = checks.replaced_function(stand_in.functions) or spec.why_not(module)
     if reason is None:
         operations = spec.describe(module, injection)
+        if injection.options["is_int8"] and operations.endswith("attention"):
+            operations += " or attention_int8"
         report.replaced.append(Replaced(name, type(module).__name__, operations))
     for note in spec.notes(module, injection) if reason is None else [reason]:
         report.leave(name, module, note)
@@ -366,7 +372,18 @@ def _report_stranger(
         report.leave(name, module, f"{an(class_name(module))}, called as it is")
 
 
-def _check_options(precision: Any, keep: Any, **options: Any) -> dict[str, Any]:
+def _check_choice(name: str, value: Any, *choices: Any) -> None:
+    accepted = " or ".join(map(repr, choices))
+    if not isinstance(value, tuple(map(type, choices))):
+        raise TypeError(
+            f"inject_kernels: {name} must be {accepted}, got {an(type(value).__name__)}"
+        )
+    if value not in choices:
+        raise ValueError(f"inject_kernels: {name} must be {accepted}, got {value!r}")
+
+
+def _check_options(attention: Any, precision: Any, keep: Any, **options: Any) -> dict[str, Any]:
+    _check_choice("attention", attention, True, False, INT8, SIXTEEN_BIT)
     for name, value in options.items():
         cls, accepted = (int, "an int") if name == "max_cuda_graphs" else (bool, "True or False")
         if type(value) is not cls:
@@ -376,13 +393,7 @@ def _check_options(precision: Any, keep: Any, **options: Any) -> dict[str, Any]:
     count = options["max_cuda_graphs"]
     if count < 1:
         raise ValueError(f"inject_kernels: max_cuda_graphs must be 1 or more, got {count}")
-    accepted = " or ".join(["None", *map(repr, PRECISIONS)])
-    if not isinstance(precision, (str, type(None))):
-        raise TypeError(
-            f"inject_kernels: precision must be {accepted}, got {an(type(precision).__name__)}"
-        )
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"inject_kernels: precision must be {accepted}, got {precision!r}")
+    _check_choice("precision", precision, None, *PRECISIONS)
     is_sequence = isinstance(keep, Sequence) and not isinstance(keep, str)
     if not is_sequence or not all(isinstance(name, str) for name in keep):
         raise TypeError(f"inject_kernels: keep must be a sequence of strings, got {keep!r}")
@@ -390,7 +401,7 @@ def _check_options(precision: Any, keep: Any, **options: Any) -> dict[str, Any]:
         raise ValueError(
             f"inject_kernels: keep must be empty without a precision, got {list(keep)}"
         )
-    return {**options, "precision": precision, "keep": tuple(keep)}
+    return {"attention": attention, **options, "precision": precision, "keep": tuple(keep)}
 
 
 def _check_plans(pipe_or_model: Any, plans: list[_Plan], options: dict[str, Any]) -> None:

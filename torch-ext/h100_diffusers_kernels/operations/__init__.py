@@ -1,8 +1,8 @@
 """The operations: one documented function each.
 
 ``T`` is bfloat16, float16 or float32. Arithmetic is float32, rounded once, at the output; attention also
-rounds its softmax probabilities to 16 bits. Leading dimensions are rows. Inputs may be strided in every
-dimension except the last and are not copied.
+rounds its softmax probabilities to 16 bits, or all operands to 8. Leading dimensions are rows. Inputs may be
+strided in every dimension except the last and are not copied.
 
 Results are new contiguous tensors. Some operations take ``out``, a tensor of the result's shape and dtype,
 strided in any dimension except the last; they write and return it. ``out`` must not share memory with an
@@ -22,7 +22,7 @@ a fake of each operator. ``calls`` and ``conditions`` are shared.
 # ruff: noqa: F401 -- exported
 
 from .activation import geglu, geglu_fp8, gelu, gelu_fp8, silu, swiglu, swiglu_fp8
-from .attention import attention
+from .attention import attention, attention_int8
 from .channel_rms_norm import channel_rms_norm
 from .fp8 import (
     linear_fp8,

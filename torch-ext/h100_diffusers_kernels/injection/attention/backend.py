@@ -18,7 +18,14 @@ from ... import operations
 from ...operations.conditions import attention_takes, kernels_run_on
 from ..core.checks import class_name
 from ..parallel.exchange import attend_in_parallel, config_of
-from .decision import BACKEND_NAME, DISPATCH_MODULE, is_native, key_bias_of, why_not_arguments
+from .decision import (
+    BACKEND_NAME,
+    DISPATCH_MODULE,
+    is_native,
+    kernel_attention,
+    key_bias_of,
+    why_not_arguments,
+)
 
 logger = logging.getLogger("h100_diffusers_kernels")
 _logged: set[str] = set()
@@ -132,8 +139,9 @@ def dispatched(
     enable_gqa: bool = False,
     return_lse: bool = False,
     _parallel_config: Any = None,
+    call: Any = False,
 ) -> Any:
-    """The backend: query, key and value are (B, S, H, d)."""
+    """The backend: query, key and value are (B, S, H, d). ``call``: see ``kernel_attention``."""
     mask = attn_mask
     if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
@@ -150,7 +158,7 @@ def dispatched(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if kernels_run_on(q) and attention_takes(q, k, v):
-            return operations.attention(q, k, v, scale=scale, key_bias=bias, out=out)
+            return kernel_attention(call, q, k, v, scale=scale, key_bias=bias, out=out)
         _log("its tensors need PyTorch's attention")
         return sdpa_with_bias(q, k, v, bias, out, scale)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import operations
 from ...operations.conditions import (
     ATTENTION_HEAD_DIMS,
     dtype_name,
@@ -32,6 +33,10 @@ NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
 USER_BACKEND = f"{OWN_ATTENTION}: a backend is chosen for it"
 GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
 NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
+INT8, SIXTEEN_BIT = "int8", "16-bit"
+# Attention in 8 bits needs this many queries and keys, and larger heads than this. With fewer tokens
+# quantization takes the time that it saves; with smaller heads the softmax takes most of the time.
+INT8_MIN_TOKENS, INT8_ABOVE_HEAD_DIM = 4096, 64
 
 
 def is_native(processor: Any, has_dispatch: bool) -> bool:
@@ -129,6 +134,33 @@ def why_not_arguments(is_causal: bool, dropout_p: float, scale: Any) -> str | No
     if scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
         return f"its scale is {scale}"
     return None
+
+
+def kernel_attention(
+    call: Call | bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    heads: Any = None,
+    **options: Any,
+) -> Any:
+    """``operations.attention``, or ``attention_int8`` if the call's injection asks for it and it saves time.
+    ``call``: only whether it asks, in compiled code that does not know the call."""
+    is_int8 = call if isinstance(call, bool) else call.stand_in.injection.options["is_int8"]
+    if not (
+        is_int8
+        and options.get("key_bias") is None
+        and query.shape[1] >= INT8_MIN_TOKENS
+        and key.shape[1] >= INT8_MIN_TOKENS
+        and query.shape[-1] / (heads or 1) > INT8_ABOVE_HEAD_DIM
+    ):
+        return operations.attention(query, key, value, heads=heads, **options)
+    if not (isinstance(call, bool) or torch.compiler.is_dynamo_compiling()):
+        call.stand_in.count.in_int8 += 1
+    out, _ = options.pop("out", None), options.pop("key_bias", None)
+    result = operations.attention_int8(query, key, value, heads=heads, **options)
+    return result if out is None else out.copy_(result)
 
 
 def count_own(call: Call, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -55,6 +55,7 @@ from .decision import (
     count_own,
     dispatch_of,
     is_native,
+    kernel_attention,
     may_attend,
     shared_key_bias,
     why_own_attention,
@@ -210,7 +211,7 @@ def attend(
                 arguments: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
                 arguments.update(heads=heads, out=out)
                 if gate is addend is is_unbiased is None:
-                    return operations.attention(query, key, value, **arguments)
+                    return kernel_attention(call, query, key, value, **arguments)
                 if (
                     is_unbiased is None
                     and same_dtype_and_unit_stride(query, addend)
@@ -219,13 +220,12 @@ def attend(
                     and not is_differentiated(gate, addend)
                 ):
                     arguments.update(gate=gate, addend=addend)
-                    return operations.attention(query, key, value, **arguments)
-                result = operations.attention(query, key, value, **arguments)
+                    return kernel_attention(call, query, key, value, **arguments)
+                result = kernel_attention(call, query, key, value, **arguments)
                 if is_unbiased is not None:
                     first = result[:, : is_unbiased.shape[1]]
-                    unbiased = operations.attention(
-                        query[:, : first.shape[1]], key, value, heads=heads
-                    )
+                    queries = query[:, : first.shape[1]]
+                    unbiased = kernel_attention(call, queries, key, value, heads=heads)
                     first.copy_(torch.where(is_unbiased, unbiased, first))
                 return _gate_and_add(result, gate, addend, heads)
             call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
@@ -290,7 +290,7 @@ def _attend_in_parallel(
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if may_use_kernel and attention_takes(q, k, v):
-            return operations.attention(q, k, v, key_bias=bias, out=out)
+            return kernel_attention(call, q, k, v, key_bias=bias, out=out)
         if may_use_kernel:
             count_own(call, q, k, v)
         return sdpa_with_bias(q, k, v, bias, out)

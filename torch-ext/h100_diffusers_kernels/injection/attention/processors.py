@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import operations
 from ...operations.conditions import (
     ATTENTION_DTYPES,
     ATTENTION_HEAD_DIMS,
@@ -42,11 +41,13 @@ from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
 from .backend import dispatched, run_own_in_parallel
 from .decision import (
+    BACKEND_NAME,
     DISPATCH,
     GRADIENT,
     SDPA,
     USER_BACKEND,
     is_native,
+    kernel_attention,
     key_bias_of,
     why_not_arguments,
     why_not_head_dim,
@@ -68,10 +69,11 @@ _current = ThreadValue()  # the proxy of the attention that this thread runs
 
 
 # --------------------------------------------------------------------------------------------------
-# Replacements of the functions
+# Replacements of the functions. ``is_int8``: whether the injection asks for attention in 8 bits.
 
 
 def dispatch_attention_fn(
+    is_int8: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,24 +94,31 @@ def dispatch_attention_fn(
             current._ran = attention_takes(query, key, value)
             if current.has_repeated(attn_mask):
                 attn_mask = attn_mask[:, :1]
-        return dispatched(query, key, value, attn_mask, *options, False, parallel_config)
-    if not attention_kwargs and not any(more.values()):
+        call = is_int8 if current is None else current._call
+        return dispatched(query, key, value, attn_mask, *options, False, parallel_config, call)
+    if not attention_kwargs and not any(v for v in more.values() if v != BACKEND_NAME):
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # one row of keys per sample
-        result = _attention(query, key, value, mask, *options)
+        result = _attention(is_int8, query, key, value, mask, *options)
         if result is not None:
             return result
     return DISPATCH.function(query, key, value, attn_mask, *options, attention_kwargs, **more)
 
 
 def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **options: Any
+    is_int8: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Replaces PyTorch's function of this name: query, key and value are (B, H, S, d)."""
     if query.dim() == key.dim() == value.dim() == 4:
         tensors = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        result = _attention(*tensors, attn_mask, *args, **options)
+        result = _attention(is_int8, *tensors, attn_mask, *args, **options)
         if result is not None:
             return result.transpose(1, 2)
     own: Any = torch.nn.functional.scaled_dot_product_attention
@@ -117,6 +126,7 @@ def scaled_dot_product_attention(
 
 
 def _attention(
+    is_int8: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -160,7 +170,8 @@ def _attention(
         return None
     if current is not None:
         current._ran = True
-    return operations.attention(query, key, value, scale=scale, key_bias=key_bias)
+    call = is_int8 if current is None else current._call
+    return kernel_attention(call, query, key, value, scale=scale, key_bias=key_bias)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,12 +259,12 @@ class _Copy(NamedTuple):
     dispatches: bool
 
 
-_copies: dict[type, _Copy] = {}
+_copies: tuple[dict[type, _Copy], dict[type, _Copy]] = {}, {}  # for 16 bits and for 8
 
 
-def _copy_of(cls: type) -> _Copy | str:
+def _copy_of(cls: type, is_int8: bool = False) -> _Copy | str:
     """The copy for a processor class, or why there is none."""
-    copy = _copies.get(cls)
+    copy = _copies[is_int8].get(cls)
     if copy is not None and cls.__call__ is copy.call:
         library = copy.library
         for name, value in copy.names:
@@ -263,13 +274,13 @@ def _copy_of(cls: type) -> _Copy | str:
             return copy
     if torch.compiler.is_compiling():
         return "its processor is new or was patched"
-    made = _make_copy(cls)
+    made = _make_copy(cls, is_int8)
     if isinstance(made, _Copy):
-        _copies[cls] = made
+        _copies[is_int8][cls] = made
     return made
 
 
-def _make_copy(cls: type) -> _Copy | str:
+def _make_copy(cls: type, is_int8: bool) -> _Copy | str:
     call: Any = getattr(cls, "__call__", None)  # noqa: B004 - it is copied
     unknown = f"its processor is a {cls.__module__}.{cls.__qualname__}, which has its own attention"
     if type(call) is not FunctionType or not all(
@@ -282,12 +293,12 @@ def _make_copy(cls: type) -> _Copy | str:
     if _DISPATCH_NAME in names:
         if seen.get(_DISPATCH_NAME) is not DISPATCH.function:
             return f"{_DISPATCH_NAME} was replaced"
-        others[_DISPATCH_NAME] = dispatch_attention_fn
+        others[_DISPATCH_NAME] = partial(dispatch_attention_fn, is_int8)
     if _SDPA_NAME in names:
         if seen.get("F") is not torch.nn.functional or ("torch" in seen and "functional" in names):
             return unknown
         others["F"] = Proxy(torch.nn.functional, copies=False)
-        others["F"].scaled_dot_product_attention = scaled_dot_product_attention
+        others["F"].scaled_dot_product_attention = partial(scaled_dot_product_attention, is_int8)
     library: Any = sys.modules.get(found.get("__name__", ""))
     is_its_module = getattr(library, "__dict__", None) is found
     if not others or not is_its_module or "__class__" in call.__code__.co_freevars:
@@ -327,14 +338,14 @@ class ProcessorSpec(PatchSpec):
         return run_own_in_parallel(run, stand_in) if is_split else run()
 
     def why_not(self, module: Any) -> str | None:
-        copy = _copy_of(type(module.processor))
+        copy, _ = (_copy_of(type(module.processor), is_int8) for is_int8 in (False, True))
         return copy if isinstance(copy, str) else why_own_attention(module, copy.dispatches)
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module's class, with the processor's copied code."""
     processor = self.processor
-    copy = _copy_of(type(processor))
+    copy = _copy_of(type(processor), call.stand_in.injection.options["is_int8"])
     if isinstance(copy, str):
         return call.decline(copy)
     if torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
@@ -450,7 +461,7 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
             and width == key.shape[2] == value.shape[2]
         )
     if is_taken:
-        out = operations.attention(query, key, value, heads=heads)
+        out = kernel_attention(call, query, key, value, heads=heads)
     else:
         out = attend(call, module, query, key, value, None, heads=heads)
         call.is_counted = False

@@ -134,6 +134,7 @@ class Family(NamedTuple):
         once: names of modules of the model that are left alone, because they run once per forward.
         layers: the linear layers that ``precision=`` quantizes, a ``precision.Layers``.
         outside: specs of modules outside of the blocks, by name.
+        int8_tiers: the values of ``precision=`` with which attention runs in 8 bits, too.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Family(NamedTuple):
     once: tuple[str, ...]
     layers: Any
     outside: Mapping[str, PatchSpec] = MappingProxyType({})
+    int8_tiers: tuple[str, ...] = ()
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:

@@ -52,6 +52,7 @@ class Calls:
         fell_back: the number of calls that the model's own code computed, in full or in part, by reason.
         own_attention: the number of calls in which only attention was computed by the model's own code,
             because the user chose a backend or asks for a gradient, by reason. They are not fall-backs.
+        in_int8: the number of attentions that were computed in 8 bits.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Calls:
     on_kernels: int = 0
     fell_back: dict[str, int] = field(default_factory=collections.Counter)
     own_attention: dict[str, int] = field(default_factory=collections.Counter)
+    in_int8: int = 0
 
 
 @dataclass
@@ -121,7 +123,7 @@ class InjectionReport:
         return [
             Calls(
                 *(join(part.model_name, c.name), c.module, c.on_kernels),
-                *(dict(c.fell_back), dict(c.own_attention)),
+                *(dict(c.fell_back), dict(c.own_attention), c.in_int8),
             )
             for part in (self, *self.parts)
             for c in part.counts.values()
@@ -205,6 +207,8 @@ class InjectionReport:
         own_attention = _totals((c.module, c.own_attention) for c in calls)
         if on_kernels or fell_back or own_attention:
             lines.append(f"calls on the kernels: {on_kernels}")
+        if any(c.in_int8 for c in calls):
+            lines.append(f"attentions in 8 bits: {sum(c.in_int8 for c in calls)}")
         lines += [f"calls on the model's own code: {total}" for total in fell_back]
         lines += [f"calls with the model's own attention: {total}" for total in own_attention]
         for graphs in self.cuda_graphs:

@@ -28,7 +28,7 @@ from ..parts import linears, streams
 from ..parts.embeddings import COSMOS_POSITIONS, TIMESTEPS
 from ..parts.norm_modules import COSMOS_OUTPUT_NORM
 from ..parts.streams import ADAPTIVE
-from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, PRECISIONS, Layers
 
 _COSMOS = "diffusers.models.transformers.transformer_cosmos"
 _CONTROLNET = "diffusers.models.controlnets.controlnet_cosmos"
@@ -153,4 +153,4 @@ _LAYERS = Layers(
     ("transformer_blocks", "control_blocks"),
     (*ATTENTION_LAYERS, *FEED_FORWARD_LAYERS, "*attn*.[qkv]_img"),
 )
-FAMILIES = (Family("Cosmos", _SPECS, _ONCE, _LAYERS, COSMOS_OUTPUT_NORM),)
+FAMILIES = (Family("Cosmos", _SPECS, _ONCE, _LAYERS, COSMOS_OUTPUT_NORM, int8_tiers=PRECISIONS),)

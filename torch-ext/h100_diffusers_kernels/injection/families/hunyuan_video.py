@@ -35,7 +35,7 @@ from ..parts.linears import LINEAR_GELU, feed_forward
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import RowsByToken
 from ..parts.streams import ADAPTIVE, BlockSpec
-from ..quantized.precision import ONE_LIST, TWO_LISTS
+from ..quantized.precision import ONE_LIST, PRECISIONS, TWO_LISTS
 
 _MODELS = "diffusers.models.transformers.transformer_"
 
@@ -293,14 +293,14 @@ FAMILIES = (
         model_spec(f"{_VIDEO}Transformer3DModel", *TWO_LISTS.blocks, plan=_plan),
         model_spec(_FRAMEPACK, *TWO_LISTS.blocks),
         *_blocks(_REPLACING, "freqs_cis", "token_replace_emb num_tokens", replaces=True),
-    ),
+    )._replace(int8_tiers=PRECISIONS),
     _family(
         "HunyuanVideo 1.5",
         _V15,
         model_spec(f"{_V15}Transformer3DModel", *ONE_LIST.blocks),
         layers=ONE_LIST,
         masks_text=True,
-    ),
+    )._replace(int8_tiers=PRECISIONS),
     _family(
         "HunyuanImage",
         _IMAGE,

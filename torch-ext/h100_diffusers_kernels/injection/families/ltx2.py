@@ -37,7 +37,7 @@ from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.rotary import CoordinateTables, part_of_tables
 from ..parts.streams import BlockSpec, end, plain_norm, start, table_rows
-from ..quantized.precision import ONE_LIST
+from ..quantized.precision import ONE_LIST, PRECISIONS
 
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
@@ -296,4 +296,4 @@ _ONCE = (
     *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate", "proj_out", "audio_proj_out"),
 )
 # FP8 layers as in Lightricks' checkpoint.
-FAMILIES = (Family("LTX-2", _SPECS, _ONCE, ONE_LIST._replace(ends=2)),)
+FAMILIES = (Family("LTX-2", _SPECS, _ONCE, ONE_LIST._replace(ends=2), int8_tiers=PRECISIONS),)

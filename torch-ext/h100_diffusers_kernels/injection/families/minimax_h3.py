@@ -30,7 +30,7 @@ from ..parts.blocks import IMAGE_READERS, add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import RowsByToken, chosen_norm_modulate
 from ..quantized.fp8_linears import are_fp8
-from ..quantized.precision import ONE_LIST
+from ..quantized.precision import ONE_LIST, PRECISIONS
 
 _MINIMAX = "diffusers.models.transformers.transformer_minimax_h3"
 _MODULATION = KnownClass(f"{_MINIMAX}:MiniMaxH3AdaLayerNormModulation")
@@ -149,4 +149,4 @@ _AUTOENCODER = "diffusers.models.autoencoders.autoencoder_kl_minimax_h3"
 IN_PART = (_attention_spec(f"{_AUTOENCODER}:MiniMaxH3VideoAttention", _video_attention_forward),)
 _EMBEDDERS = ("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope")
 _ONCE = (*_EMBEDDERS, "proj_out", "audio_proj_out")
-FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, ONE_LIST),)
+FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, ONE_LIST, int8_tiers=PRECISIONS),)

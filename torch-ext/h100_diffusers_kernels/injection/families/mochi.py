@@ -34,7 +34,7 @@ from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import OUTPUT_NORM
 from ..parts.norms import Upcasts, norm_notes
 from ..parts.streams import ADAPTIVE
-from ..quantized.precision import ONE_LIST
+from ..quantized.precision import ONE_LIST, PRECISIONS
 
 _MODEL = "diffusers.models.transformers.transformer_mochi"
 ADAPTIVE.add(KnownClass(f"{_MODEL}:MochiRMSNormZero"), 4, (0, None))
@@ -164,4 +164,4 @@ _SPECS = (
     TIMESTEPS,
 )
 _ONCE = ("patch_embed", "time_embed", "rope", "proj_out")
-FAMILIES = (Family("Mochi", _SPECS, _ONCE, ONE_LIST, OUTPUT_NORM),)
+FAMILIES = (Family("Mochi", _SPECS, _ONCE, ONE_LIST, OUTPUT_NORM, int8_tiers=PRECISIONS),)

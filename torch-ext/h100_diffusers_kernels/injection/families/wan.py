@@ -27,7 +27,7 @@ from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts, apply_norm
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
-from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, FP8_FAST, Layers
 
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
@@ -175,7 +175,8 @@ _LAYERS = Layers(
 
 
 def _family(name: str, *specs: PatchSpec) -> Family:
-    return Family(name, (*specs, TIMESTEPS, linears.LINEAR_GELU), _ONCE, _LAYERS)
+    specs = *specs, TIMESTEPS, linears.LINEAR_GELU
+    return Family(name, specs, _ONCE, _LAYERS, int8_tiers=(FP8_FAST,))
 
 
 def _copy(name: str, module: str, model: str) -> Family:
