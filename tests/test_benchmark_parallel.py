@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.harness import timing
 from benchmarks.models import bench_parallel
 from benchmarks.models.bench_parallel import Link, Mode, Ranks
-from benchmarks.operations import bench_attention_lse
+from benchmarks.operations import bench_attention_int8, bench_attention_lse
 
 import compare_results
 from benchmark_results import ENVIRONMENT, load, rows_of, store
@@ -281,6 +281,19 @@ def test_attention_with_lse(device, tmp_path):
     (entry,) = load(tmp_path, "attention_lse")["attention_lse"]
     times = [summary["median"] for summary in entry["microseconds"].values()]
     assert entry["without_over_with"] == times[0] / times[1] > 0
+
+
+def test_attention_in_8_bits(device, tmp_path):
+    options = ["--tiny", "--device", device, "--rounds", "2", "--output"]
+    options.append(str(tmp_path / "attention_int8.json"))
+    CliRunner().invoke(bench_attention_int8.main, options, catch_exceptions=False)
+    result = load(tmp_path, "attention_int8")
+    entry = result["attention_int8"][0]
+    medians = {name: times["median"] for name, times in entry["microseconds"]["cold"].items()}
+    assert entry["speedups"]["cold"]["16-bit"] == medians["16-bit"] / medians["int8"] > 0
+    assert 0.01 < entry["errors"]["int8"] < 0.07
+    shown = compare_results.read(result)["attention_int8 1x24x40x2x128, std 1, cold", "16-bit"]
+    assert shown.value == entry["speedups"]["cold"]["16-bit"]
 
 
 def test_results_are_compared():

@@ -278,6 +278,17 @@ def of_attention_lse(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         )
 
 
+def of_int8_attention(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["attention_int8"]:
+        name = "x".join(map(str, entry["shape"]))
+        for measure, speedups in entry["speedups"].items():
+            times = entry["microseconds"][measure]
+            for other, speedup in speedups.items():
+                label = f"attention_int8 {name}, {entry['inputs']}, {measure}", other
+                spread = combined(times["int8"]["spread"], times[other]["spread"])
+                yield label, Ratio(speedup, spread)
+
+
 def of_8bit_attention(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for inputs, errors in result["attention_8bit"].items():
         for step in set(errors) - {"bfloat16"}:
@@ -343,6 +354,7 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "attention_8bit": of_8bit_attention,
     "parallel": of_parallel,
     "attention_lse": of_attention_lse,
+    "attention_int8": of_int8_attention,
 }
 
 

@@ -67,7 +67,7 @@ step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 # Compared with Liger, QuACK and FlashAttention-3 if requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
-  for name in norm group_norm gated_residual rope activation softmax fp8 lora attention host; do
+  for name in norm group_norm gated_residual rope activation softmax fp8 lora attention attention_int8 host; do
     echo "--- $name"
     "$PYTHON" "benchmarks/operations/bench_$name.py" || status=1
   done

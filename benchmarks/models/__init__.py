@@ -33,6 +33,7 @@ GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 # The blocks' linear layers quantized by torchao, with a scale for each row.
 TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
 GRAPHS_FP8 = f"{GRAPHS}+fp8"
+INT8_ATTENTION = "injected+int8"  # layers in 16 bits, long attention in 8
 GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
 TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
 # The layers that inject_kernels(precision=...) quantizes.
@@ -42,6 +43,7 @@ FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     NO_ATTENTION: {"attention": False},
+    INT8_ATTENTION: {"attention": "int8"},
     **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
     # Twins keep the weights.
     **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},
@@ -56,7 +58,7 @@ INJECTIONS = {
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
     *("eager", EAGER_FA3, "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
-    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
+    *("injected", NO_ATTENTION, INT8_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *FP8_MODES,
 )
 SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
