@@ -58,7 +58,14 @@ INJECTIONS = {
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
     *("eager", EAGER_FA3, "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
-    *("injected", NO_ATTENTION, INT8_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
+    *(
+        "injected",
+        NO_ATTENTION,
+        INT8_ATTENTION,
+        GRAPHS,
+        "injected+compiled",
+        f"injected+{REGIONAL}",
+    ),
     *FP8_MODES,
 )
 SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
