@@ -225,8 +225,8 @@ MARKS = 8
 
 @pairwise(tensor=["q", "k"], head_dim=HEAD_DIMS, dtype=HALVES)
 def test_values_that_share_a_scale(kernel, device, tensor, head_dim, dtype):
-    """Large values in groups of tokens, in channels that are 0 in the other tensor, make the rounding of these
-    groups coarse. They must have no effect on other groups."""
+    """Large values in groups of tokens, in channels that are 0 in the other tensor, make the rounding of
+    these groups coarse. They must have no effect on other groups."""
     q, k, v = query_key_value(1, 300, 300, 2, head_dim, dtype, device)
     changed, other = (q, k) if tensor == "q" else (k, q)
     other[..., :MARKS] = 0

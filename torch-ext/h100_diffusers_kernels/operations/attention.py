@@ -224,8 +224,8 @@ def attention_int8(
     without rounding.
 
     Source: SageAttention 2, Zhang et al., 2024, https://arxiv.org/abs/2411.10958: INT8 with a scale for the
-    tokens of each thread's fragment, smoothed keys, FP8 values with a scale for each channel. QuaRot, Ashkboos
-    et al., 2024, https://arxiv.org/abs/2404.00456: the rotation.
+    tokens of each thread's fragment, smoothed keys, FP8 values with a scale for each channel. QuaRot,
+    Ashkboos et al., 2024, https://arxiv.org/abs/2404.00456: the rotation.
     """
     scale, heads = _scale_and_heads("attention_int8", scale, heads)
     arguments = q, k, v, scale, key_lengths, heads, gate, addend
