@@ -26,6 +26,8 @@ ROUNDED_PROBABILITIES = 0.04
 # Against attention without rounding, for scores with a standard deviation of up to 3 nats. The values'
 # rounding adds 2.5%, query's and key's 1% a nat.
 ALL_ROUNDING = 0.07
+# FP8 tensor cores sum 128 products with 14 bits.
+FP8_SUMS = 4e-3
 
 
 def query_key_value(batch, queries, keys, heads, head_dim, dtype, device, *, key_heads=None, **how):
@@ -357,7 +359,7 @@ def test_equal_keys(kernel, device):
     score = torch.einsum("bqhd,bhd->bqh", q.double(), k[:, 0].double()) / 8
     torch.testing.assert_close(lse.double(), score + math.log(200), rtol=1e-5, atol=1e-5)
     mean = int8_attention.in_e4m3(v.double(), 1).mean(1, keepdim=True)
-    torch.testing.assert_close(out.double(), mean.expand_as(out), rtol=6e-3, atol=1e-3)
+    torch.testing.assert_close(out.double(), mean.expand_as(out), rtol=6e-3, atol=FP8_SUMS)
 
 
 @pairwise(std=[0, 1, 3], head_dim=HEAD_DIMS, dtype=HALVES)
@@ -366,7 +368,8 @@ def test_weights_have_a_sum_of_1(kernel, device, std, head_dim, dtype):
     q, k, v = query_key_value(1, 65, 300, 2, head_dim, dtype, device)
     v[:] = v[:, :1]
     out = kernel.attention_int8(q * std, k, v)
-    torch.testing.assert_close(out, v[:, :65], rtol=torch.finfo(dtype).eps, atol=0)
+    limit = max(torch.finfo(dtype).eps, FP8_SUMS)
+    torch.testing.assert_close(out, v[:, :65], rtol=limit, atol=0)
 
 
 # Tensor, place and value that is set, and where the result is NaN.

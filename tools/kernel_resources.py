@@ -3,7 +3,8 @@
 Fails if registers spill to memory, if the compiler serializes matrix products (it only prints a note
 when code accesses their registers too early), and if a kernel does not read and write global memory
 16 bytes at a time. Kernels for data that is not aligned to 16 bytes have `scalar`, `ScalarLoader` or
-`Access::kScalar` in their names and are exempt. FP8 values may be written 8 bytes at a time.
+`Access::kScalar` in their names and are exempt. FP8 values may be written 8 bytes at a time. Kernels of
+`statistics` write few values.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from builder.toolchain import ToolchainError, cuda_tool
 SCALAR_ACCESS = re.compile(
     r"\bscalar_\w+_kernel\b|\bScalarLoader\b|Access\)1\b|\bAccess::kScalar\b"
 )
+FEW_OUTPUTS = re.compile(r"\b\w+_statistics_kernel\b")
 FP8_OUTPUT = re.compile(r"\bquantize_fp8_kernel\b|\bQuantizedOutput\b")
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/\s*$")  # half of an instruction
@@ -76,7 +78,10 @@ class Kernel:
     @property
     def has_serial_products(self) -> bool:
         """Whether there is a separate wait for nearly each product of a warp group (wgmma)."""
-        products, waits = self.count("HGMMA", "QGMMA"), self.count("WARPGROUP", width="DEPBAR")
+        products, waits = (
+            self.count("HGMMA", "QGMMA", "IGMMA"),
+            self.count("WARPGROUP", width="DEPBAR"),
+        )
         return products > 0 and products < 2 * waits
 
     def faults(self) -> list[str]:
@@ -88,7 +93,8 @@ class Kernel:
         if not SCALAR_ACCESS.search(self.name):
             if not (self.wide_loads or self.bulk_loads):
                 faults.append("no 16-byte loads")
-            if not (self.wide_stores or self.bulk_stores or self.fp8_stores):
+            has_stores = self.wide_stores or self.bulk_stores or self.fp8_stores
+            if not (has_stores or FEW_OUTPUTS.search(self.name)):
                 faults.append("no 16-byte stores")
         return faults
 

@@ -50,10 +50,11 @@ def _masked(q, k, v, key_bias, key_lengths, heads):
 def _formula(q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=None):
     shape, dtype = q.shape, q.dtype
     q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
-    # PyTorch's fused kernels support neither forward mode nor vmap, and with a gradient of the mask they do
-    # not accept every length.
+    # PyTorch's fused kernels support neither forward mode nor vmap. With a mask, on CUDA, they do not accept
+    # every length if it requires grad, and give wrong gradients of the query if it does not.
     options = {"attn_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
-    with sdpa_kernel(SDPBackend.MATH) if is_differentiated(mask) else nullcontext():
+    differentiated = () if mask is None else (q, k, v, mask)
+    with sdpa_kernel(SDPBackend.MATH) if is_differentiated(*differentiated) else nullcontext():
         out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     out = out.transpose(1, 2)
     if has_keys is not None:
@@ -210,7 +211,8 @@ def attention_int8(
       their product, and spreads channels that are larger than others over all;
     - the value has a scale for each channel;
     - the exponentials of a query are rounded relative to a number of the kernel's choice, and summed after
-      the rounding, in float32. On CUDA half of them are interpolated between powers of 2.
+      the rounding, in float32. On CUDA half of them are interpolated between powers of 2, and sums over 128
+      keys have the 14 bits of FP8 tensor cores.
 
     Keys from ``key_lengths[b]`` on have no effect on means and scales. A NaN or an infinity in a query makes
     the query's result NaN. One in a key makes all results of its batch entry and head NaN, and one in a value

@@ -259,12 +259,14 @@ class _Copy(NamedTuple):
     dispatches: bool
 
 
-_copies: tuple[dict[type, _Copy], dict[type, _Copy]] = {}, {}  # for 16 bits and for 8
+_copies: dict[type, _Copy] = {}
+_int8_copies: dict[type, _Copy] = {}
 
 
 def _copy_of(cls: type, is_int8: bool = False) -> _Copy | str:
     """The copy for a processor class, or why there is none."""
-    copy = _copies[is_int8].get(cls)
+    copies = _int8_copies if is_int8 else _copies  # Dynamo of Torch 2.11 cannot index by a bool.
+    copy = copies.get(cls)
     if copy is not None and cls.__call__ is copy.call:
         library = copy.library
         for name, value in copy.names:
@@ -276,7 +278,7 @@ def _copy_of(cls: type, is_int8: bool = False) -> _Copy | str:
         return "its processor is new or was patched"
     made = _make_copy(cls, is_int8)
     if isinstance(made, _Copy):
-        _copies[is_int8][cls] = made
+        copies[cls] = made
     return made
 
 
