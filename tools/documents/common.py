@@ -22,6 +22,7 @@ MODE_NAMES = {
     "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
     "injected+graphs": "injected with CUDA graphs",
+    "injected+int8": '`attention="int8"`',
     "eager+fp8": "FP8 by torchao",
     "injected+fp8": "FP8 by torchao, injected",
     "injected+precision-fp8": '`precision="fp8"`',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import models
@@ -157,11 +157,22 @@ def fp8_memory(results: Path) -> str:
 @table
 def fp8_pipelines(results: Path) -> str:
     """Whole pipelines with `precision=`: time, energy, memory, time of the injection with two steps."""
-    run = run_of(results, models.PRECISION_FAST)
+    return of_pipelines(run_of(results, models.PRECISION_FAST), models.PRECISION_MODES)
+
+
+@table
+def int8_pipelines(results: Path) -> str:
+    """Whole pipelines with attention in 8 bits."""
+    return of_pipelines(
+        load(results, "pipelines/int8"), (models.INT8_ATTENTION, models.PRECISION_FAST)
+    )
+
+
+def of_pipelines(run: dict, modes: Iterable[str]) -> str:
     rows = []
     for entry in run["pipelines"]:
         measured = entry["modes"]
-        for mode in filter(measured.__contains__, models.PRECISION_MODES):
+        for mode in filter(measured.__contains__, modes):
             row = [f"{label(entry)}, {MODE_NAMES[mode]}"]
             row += [f"{seconds(entry, name):.2f} s" for name in ("eager", "injected", mode)]
             over = [chosen.over(entry, name, mode) for name in ("eager", "injected")]
@@ -169,9 +180,30 @@ def fp8_pipelines(results: Path) -> str:
             row.append(times(chosen.ratio(entry, "joules", "injected", mode)))
             row.append(" / ".join(gibibytes(measured[name]) for name in ("injected", mode)))
             rows.append([*row, f"{measured[mode]['first_steps_s']:.1f} s"])
-    headers = ["pipeline, layers", "eager", "injected", "in FP8", "over eager, over injected"]
-    headers += ["energy over injected's", "memory injected / in FP8", "injection and two steps"]
+    headers = ["pipeline, options", "eager", "injected", "in 8 bits", "over eager, over injected"]
+    headers += ["energy over injected's", "memory injected / in 8 bits", "injection and two steps"]
     return markdown(rows, headers) + setup(run)
+
+
+@table
+def attention_int8(results: Path) -> str:
+    """attention_int8 beside attention in 16 bits and FlashAttention-3's in FP8."""
+    result = load(results, "attention/int8")
+    rows = []
+    for entry in result["attention_int8"]:
+        row = ["×".join(map(str, entry["shape"])), entry["inputs"]]
+        steady = entry["microseconds"]["steady"]["int8"]["median"]
+        row.append(milliseconds(steady / 1e3) if steady > 1e3 else f"{steady:.0f} µs")
+        row.append(f"{entry['flops'] / steady / 1e6:.0f}")
+        for other in ("16-bit", "FA3 FP8"):
+            over = (entry["speedups"][measure].get(other) for measure in ("steady", "cold"))
+            row.append(" / ".join(map(times, over)))
+        errors = entry["errors"]
+        row.append(" / ".join(thousandths(errors[n]) for n in ("int8", "16-bit", "FA3 FP8")))
+        rows.append(row)
+    headers = ["(B, Sq, Sk, H, d)", "inputs", card(result), "TFLOP/s", "over 16 bits", "over FA3"]
+    headers += ["errors, 10⁻³"]
+    return markdown(rows, headers) + setup(result)
 
 
 def full_speed(entry: dict, mode: str) -> str:
