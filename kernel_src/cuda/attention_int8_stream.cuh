@@ -1,6 +1,7 @@
 // Attention in 8 bits: S = Q K^T of INT8, O += P V of E4M3, for tiles of 128 queries. Two warp groups compute
-// 64 queries each, as in attention_stream.cuh: S of the next key tile is issued before P V of this one, which
-// overlaps the next exponentials.
+// 64 queries each. While P V of a tile runs, its group finds the maxima of the next S. It waits for all its
+// products before the exponentials, which the products of the other group overlap
+// (notes/int8_attention.md, "Steps").
 //
 // The FP8 accumulator keeps about 14 bits, so P V of a tile is added to O in other registers.
 #pragma once
