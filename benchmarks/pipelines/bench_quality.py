@@ -4,8 +4,9 @@ The small trained LTX-Video of the examples generates each held-back caption onc
 noise. examples/train_small_ltx/detect.py looks for the color, the motion and the shape of each figure. PSNR
 and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
 only, shows what they are at best. PSNR against eager in float32 shows the distance from exact arithmetic.
-Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16, and run if
---modes names them. Writes to benchmarks/results/quality, or fp8_quality with modes in FP8:
+Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16. They and
+attention in 8 bits run if --modes names them. Writes to benchmarks/results/quality, or fp8_quality with
+modes in FP8:
 
     python benchmarks/pipelines/bench_quality.py
     python benchmarks/pipelines/bench_quality.py --device cpu --dtype float32 --captions 4 --output out.json
@@ -14,6 +15,7 @@ Modes in FP8 have the blocks' linear layers quantized by torchao per row; these 
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 import sys
@@ -56,6 +58,7 @@ TO_FLOAT32 = "psnr_to_float32_db"
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
 FP8_MODES = (models.TORCHAO, models.INJECTED_FP8)
 MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS, *FP8_MODES)
+MODES += (models.INT8_ATTENTION,)
 NEED_GPU = ("eager-efficient", models.GRAPHS, models.TORCHAO)
 
 
@@ -64,6 +67,11 @@ def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: to
     dtype = torch.float32 if mode == FLOAT32 else dtype
     pipe = load(device, dtype)
     models.quantize_for(pipe.transformer, mode)
+    if (
+        mode == models.INT8_ATTENTION
+    ):  # The model's sequences and heads are shorter than the limits.
+        decision = importlib.import_module(f"{kernel.__name__}.injection.attention.decision")
+        decision.INT8_MIN_TOKENS = decision.INT8_ABOVE_HEAD_DIM = 1
     if mode.startswith("injected"):
         models.inject(kernel, pipe, mode)
     return pipe
@@ -163,7 +171,7 @@ def main(modes, captions, picture, device, dtype, output) -> None:
     if modes is None:
         left_out = NEED_GPU if device.type == "cpu" else ()
         left_out += (FLOAT32,) if dtype == torch.float32 else ()
-        left_out += FP8_MODES
+        left_out += (*FP8_MODES, models.INT8_ATTENTION)
         modes = [mode for mode in MODES if mode not in left_out]
     if modes[0] != "eager":
         raise click.UsageError("the first mode must be eager, with which the others are compared")
