@@ -387,6 +387,20 @@ CALLS = [
     INT8_WITH_LSE,
     OF_LAYER_NORM,
 ]
+# Small calls of attention: (batch, queries, keys, heads, key heads), head dim, layout, dtype.
+SMOKE = [
+    ((1, 1, 1, 1, 1), 64, "contiguous", torch.bfloat16),
+    ((2, 65, 177, 2, 1), 64, "chunk", torch.bfloat16),
+    ((2, 193, 300, 2, 2), 128, "unbind", torch.float16),
+    ((1, 130, 129, 2, 2), 128, "misaligned", torch.bfloat16),
+    ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
+    ((1, 1025, 300, 2, 1), 64, "chunk", torch.bfloat16),
+    ((1, 1025, 257, 1, 1), 128, "contiguous", torch.bfloat16),
+    ((2, 65, 177, 2, 1), 8, "chunk", torch.float16),
+    ((2, 193, 300, 2, 2), 72, "unbind", torch.bfloat16),
+    ((1, 1025, 257, 2, 2), 96, "odd_rows", torch.bfloat16),
+    ((1, 1025, 129, 2, 1), 112, "contiguous", torch.float16),
+]
 HEADS = 4
 
 

@@ -17,6 +17,7 @@ from checks import (
 from inputs import (
     LAYOUTS,
     PACKED_FORMS,
+    SMOKE,
     STRIDED_LAYOUTS,
     WRITABLE_LAYOUTS,
     every_16_bit_dtype,
@@ -903,23 +904,7 @@ def test_tensors_written_right_before_and_after(kernel, device, head_dim):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(
-    ("shape", "head_dim", "layout", "dtype"),
-    [
-        ((1, 1, 1, 1, 1), 64, "contiguous", torch.bfloat16),
-        ((2, 65, 177, 2, 1), 64, "chunk", torch.bfloat16),
-        ((2, 193, 300, 2, 2), 128, "unbind", torch.float16),
-        ((1, 130, 129, 2, 2), 128, "misaligned", torch.bfloat16),
-        ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
-        ((1, 1025, 300, 2, 1), 64, "chunk", torch.bfloat16),
-        ((1, 1025, 257, 1, 1), 128, "contiguous", torch.bfloat16),
-        ((2, 65, 177, 2, 1), 8, "chunk", torch.float16),
-        ((2, 193, 300, 2, 2), 72, "unbind", torch.bfloat16),
-        ((1, 1025, 257, 2, 2), 96, "odd_rows", torch.bfloat16),
-        ((1, 1025, 129, 2, 1), 112, "contiguous", torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "head_dim", "layout", "dtype"), SMOKE, ids=str)
 def test_smoke(kernel, device, shape, head_dim, layout, dtype):
     batch, queries, keys, heads, key_heads = shape
     size, how = (batch, queries, keys, heads, head_dim), {"key_heads": key_heads, "layout": layout}

@@ -14,7 +14,15 @@ import int8_attention
 import references
 from accuracy import relative_distance
 from checks import MemorySnapshot, assert_same_bits, poison_memory, tensors_of
-from inputs import LAYOUTS, PACKED_FORMS, STRIDED_LAYOUTS, normal, packed_projection, pairwise
+from inputs import (
+    LAYOUTS,
+    PACKED_FORMS,
+    SMOKE,
+    STRIDED_LAYOUTS,
+    normal,
+    packed_projection,
+    pairwise,
+)
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 HALVES, HEAD_DIMS = [torch.float16, torch.bfloat16], [64, 128]
@@ -464,20 +472,7 @@ def test_thousands_of_launches_give_the_same_bits(kernel, device, shape):
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(
-    ("shape", "head_dim", "layout", "dtype"),
-    [
-        ((1, 1, 1, 1, 1), 64, "contiguous", torch.bfloat16),
-        ((2, 65, 177, 2, 1), 64, "chunk", torch.bfloat16),
-        ((2, 193, 300, 2, 2), 128, "unbind", torch.float16),
-        ((1, 130, 129, 2, 2), 128, "misaligned", torch.bfloat16),
-        ((2, 70, 257, 4, 2), 64, "odd_rows", torch.float16),
-        ((2, 65, 177, 2, 1), 8, "chunk", torch.float16),
-        ((2, 193, 300, 2, 2), 72, "unbind", torch.bfloat16),
-        ((1, 1025, 129, 2, 1), 112, "contiguous", torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "head_dim", "layout", "dtype"), SMOKE, ids=str)
 def test_smoke(kernel, device, shape, head_dim, layout, dtype):
     batch, queries, keys, heads, key_heads = shape
     sizes = (batch, queries, keys, heads, head_dim)

@@ -158,8 +158,6 @@ def test_gradient_of_each_input_alone(kernel, device, name):
 @every_call
 def test_double_backward(kernel, device, name):
     """Second derivatives, by a product with the gradient, against the float64 reference's."""
-    if name.startswith("attention_int8"):
-        pytest.skip("without a bias, PyTorch's attention on CPUs has none")
     function, arguments = small_call(kernel, device, name)
     dtype = widest_dtype(name)
     reference = getattr(references, operation_of(name))

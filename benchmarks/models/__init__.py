@@ -58,15 +58,8 @@ INJECTIONS = {
 NOT_QUANTIZED = ("norm", "mod", "adaln")
 MODES = (
     *("eager", EAGER_FA3, "compiled", REGIONAL, FA3, REDUCE_OVERHEAD),
-    *(
-        "injected",
-        NO_ATTENTION,
-        INT8_ATTENTION,
-        GRAPHS,
-        "injected+compiled",
-        f"injected+{REGIONAL}",
-    ),
-    *FP8_MODES,
+    *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
+    *(INT8_ATTENTION, *FP8_MODES),
 )
 SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
 # diffusers' backends of FlashAttention-3. The first takes no mask. The second gathers the keys that a mask

@@ -11,7 +11,6 @@ GPU and no kernels:
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from torch import Tensor
 from benchmarks.harness import record
 
 from attention_inputs import INPUTS, TYPICAL, Inputs
+from int8_attention import rotated
 
 HEAD_DIM = 128
 SHAPE = (1, 256, 2048, 8, HEAD_DIM)  # batch, queries, keys, heads, head_dim
@@ -66,17 +66,11 @@ def rounded(x: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> Tensor:
     return (quotient.round() if dtype is INT8 else quotient.to(dtype).float()) * scale
 
 
-@functools.cache
-def hadamard() -> Tensor:
-    factors = [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * (HEAD_DIM.bit_length() - 1)
-    return functools.reduce(torch.kron, factors) * HEAD_DIM**-0.5
-
-
 def scores_of(q: Tensor, k: Tensor, how: Scores | None = None) -> Tensor:
     """In nats; without rounding if `how` is None."""
     if how is not None:
         k = k - k.mean(2, keepdim=True) if how.subtracts_mean else k
-        q, k = (q @ hadamard(), k @ hadamard()) if how.rotates else (q, k)
+        q, k = (rotated(q), rotated(k)) if how.rotates else (q, k)
         q = rounded(q, how.dtype, (3,) if how.dtype is INT8 else how.shared)
         groups = rounded(k.unflatten(2, how.groups), how.dtype, how.shared)
         k = groups.flatten(2, groups.ndim - 2)

@@ -3,7 +3,7 @@
 The time of attention_int8 includes quantization. FlashAttention-3 gets quantized tensors, with a scale for
 each head, and its time does not include their quantization. "steady" calls follow each other for at least
 STEADY_S, as in a model, where power limits the clock; "cold" calls begin with an empty L2 cache. Errors are
-those of bench_attention.py. Writes to benchmarks/results/attention_int8:
+those of bench_attention.py. Writes to benchmarks/results/attention:
 
     python benchmarks/operations/bench_attention_int8.py
 """

@@ -57,8 +57,8 @@ TO_FLOAT32 = "psnr_to_float32_db"
 # The attention backend of diffusers by mode. In the others, PyTorch chooses flash attention.
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
 FP8_MODES = (models.TORCHAO, models.INJECTED_FP8)
-MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS, *FP8_MODES)
-MODES += (models.INT8_ATTENTION,)
+ASKED_FOR = (*FP8_MODES, models.INT8_ATTENTION)  # only run if --modes names them
+MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS, *ASKED_FOR)
 NEED_GPU = ("eager-efficient", models.GRAPHS, models.TORCHAO)
 
 
@@ -67,9 +67,8 @@ def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: to
     dtype = torch.float32 if mode == FLOAT32 else dtype
     pipe = load(device, dtype)
     models.quantize_for(pipe.transformer, mode)
-    if (
-        mode == models.INT8_ATTENTION
-    ):  # The model's sequences and heads are shorter than the limits.
+    if mode == models.INT8_ATTENTION:
+        # The model's sequences and heads are below the limits.
         decision = importlib.import_module(f"{kernel.__name__}.injection.attention.decision")
         decision.INT8_MIN_TOKENS = decision.INT8_ABOVE_HEAD_DIM = 1
     if mode.startswith("injected"):
@@ -171,7 +170,7 @@ def main(modes, captions, picture, device, dtype, output) -> None:
     if modes is None:
         left_out = NEED_GPU if device.type == "cpu" else ()
         left_out += (FLOAT32,) if dtype == torch.float32 else ()
-        left_out += (*FP8_MODES, models.INT8_ATTENTION)
+        left_out += ASKED_FOR
         modes = [mode for mode in MODES if mode not in left_out]
     if modes[0] != "eager":
         raise click.UsageError("the first mode must be eager, with which the others are compared")

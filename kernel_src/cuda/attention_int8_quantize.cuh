@@ -83,10 +83,7 @@ struct QuantizeAttentionParams {
   int query_blocks, key_blocks;  // of the second kernel, one for each tile
   bool has_vectors;              // whether the operands are aligned to 16 bytes
 
-  __device__ __forceinline__ int key_count(uint32_t batch) const {
-    const int length = static_cast<int>(args.key_length);
-    return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
-  }
+  __device__ __forceinline__ int key_count(uint32_t batch) const { return key_count_of(args, batch); }
 };
 
 constexpr int kQuantizeThreads = 512;
@@ -198,12 +195,13 @@ __device__ __forceinline__ uint32_t pack_int8(float a, float b, float c, float d
   return __byte_perm(low, high, 0x5410);
 }
 
-// Returns the scale of values of which this is the largest magnitude, NaN if it is not finite.
-__device__ __forceinline__ float int8_scale(float largest) {
-  return largest < INFINITY ? largest * (1 / kLargestInt8) : NAN;
+// Returns the scale of values of which this is the largest magnitude, NaN if it is not finite, and what the
+// values are multiplied by.
+__device__ __forceinline__ float scale_of(float largest, float largest_code) {
+  return largest < INFINITY ? largest * (1 / largest_code) : NAN;
 }
-__device__ __forceinline__ float int8_inverse(float largest) {
-  return largest > 0 && largest < INFINITY ? kLargestInt8 / largest : 0.0f;
+__device__ __forceinline__ float inverse_of(float largest, float largest_code) {
+  return largest > 0 && largest < INFINITY ? largest_code / largest : 0.0f;
 }
 
 // A quad has a row of query or key, each of its lanes kRotatedColumns of them: pieces that are a quad apart,
@@ -325,10 +323,10 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAttentionParams& 
   rotate_row(values);
   const float largest = __uint_as_float(warp_reduce<UnsignedMax, kQuadLanes>(largest_magnitude(values)));
   uint8_t* tile = p.workspace.queries + int64_t{block} * QueryTileBytes::kBytes;
-  store_int8(tile, row, values, int8_inverse(largest));
+  store_int8(tile, row, values, inverse_of(largest, kLargestInt8));
   if (threadIdx.x % kQuadLanes == 0) {
     reinterpret_cast<float*>(tile + QueryTileBytes::kScales)[row] =
-        int8_scale(largest) * (p.score_scale * kRotationScale);
+        scale_of(largest, kLargestInt8) * (p.score_scale * kRotationScale);
     reinterpret_cast<float*>(tile + QueryTileBytes::kMeanScores)[row] = mean_score * p.score_scale;
   }
 }
@@ -361,9 +359,9 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAttentionParams& p, 
   for (int i = 0; i < kWarps; ++i) largest_bits = max(largest_bits, largest_of_warps[i][of_four]);
   const float largest = __uint_as_float(largest_bits);
   uint8_t* tile = p.workspace.keys + int64_t{block} * KeyTileBytes::kStride;
-  store_int8(tile, row, values, int8_inverse(largest));
+  store_int8(tile, row, values, inverse_of(largest, kLargestInt8));
   if (warp == 0 && threadIdx.x % 8 == 0)
-    reinterpret_cast<float*>(tile + KeyTileBytes::kScales)[of_four] = int8_scale(largest);
+    reinterpret_cast<float*>(tile + KeyTileBytes::kScales)[of_four] = scale_of(largest, kLargestInt8);
 }
 
 // A thread has the four keys of a 32-bit word in 8 columns. wgmma's order of keys is that in which a thread
@@ -394,7 +392,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAttentionParams& p
   combine_parts<false>(p.workspace.value_maxima, static_cast<int>(key_head), 1, largest);
   if (tile_index == 0 && threadIdx.x < kInt8Columns)
     p.workspace.value_scales[key_head * kInt8Columns + threadIdx.x] =
-        largest[threadIdx.x] < INFINITY ? largest[threadIdx.x] * (1 / kLargestFp8) : NAN;
+        scale_of(largest[threadIdx.x], kLargestFp8);
   uint8_t* tile = p.workspace.keys + int64_t{block} * KeyTileBytes::kStride + KeyTileBytes::kValues;
   const auto store = [&](int row, uint32_t word) {
     *reinterpret_cast<uint32_t*>(tile + swizzled_piece(row, lane / kQuadLanes) + lane % kQuadLanes * 4) =
@@ -406,8 +404,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeAttentionParams& p
 #pragma unroll
   for (int k = 0; k < kPieceColumns; ++k) {
     const int column = piece * kPieceColumns + k;
-    const float inverse =
-        largest[column] > 0 && largest[column] < INFINITY ? kLargestFp8 / largest[column] : 0.0f;
+    const float inverse = inverse_of(largest[column], kLargestFp8);
     store(column, pack_fp8(of_keys[0][k] * inverse, of_keys[1][k] * inverse, of_keys[2][k] * inverse,
                            of_keys[3][k] * inverse));
   }

@@ -6,8 +6,6 @@
 // The FP8 accumulator keeps about 14 bits, so P V of a tile is added to O in other registers.
 #pragma once
 
-#include <climits>
-
 #include "attention_epilogue.cuh"
 #include "attention_int8_softmax.cuh"
 #include "attention_stream_load.cuh"
@@ -24,7 +22,7 @@ struct Int8AttentionParams : AttentionKernelParams {
     return position.batch * args.key_heads + key_head(position.head);
   }
   __device__ __forceinline__ int key_tile_count(int batch) const {
-    return max((key_count(batch) + kTileKeys - 1) / kTileKeys, 1);
+    return max(ceil_of(key_count(batch), kTileKeys), 1);
   }
 };
 

@@ -88,6 +88,12 @@ inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
   return args.batch * args.heads * ceil_divide(args.query_length, rows);
 }
 
+// Returns the number of keys of the sample that are not masked.
+__device__ __forceinline__ int key_count_of(const AttentionParams& args, int64_t batch) {
+  const int length = static_cast<int>(args.key_length);
+  return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
+}
+
 // Parameters of the kernels.
 struct AttentionKernelParams {
   MappedTensor q, k, v, out;
@@ -117,11 +123,7 @@ struct AttentionKernelParams {
     return static_cast<int>(group_heads.divide(static_cast<uint32_t>(head)));
   }
 
-  // Returns the number of keys of the sample that are not masked.
-  __device__ __forceinline__ int key_count(int batch) const {
-    const int length = static_cast<int>(args.key_length);
-    return args.key_lengths == nullptr ? length : min(max(args.key_lengths[batch], 0), length);
-  }
+  __device__ __forceinline__ int key_count(int batch) const { return key_count_of(args, batch); }
 };
 
 // The tensors in the form of tensor_copy.cuh.

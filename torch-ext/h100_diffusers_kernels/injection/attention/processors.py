@@ -340,6 +340,7 @@ class ProcessorSpec(PatchSpec):
         return run_own_in_parallel(run, stand_in) if is_split else run()
 
     def why_not(self, module: Any) -> str | None:
+        # Both are made here, because compiled code cannot make one.
         copy, _ = (_copy_of(type(module.processor), is_int8) for is_int8 in (False, True))
         return copy if isinstance(copy, str) else why_own_attention(module, copy.dispatches)
 
