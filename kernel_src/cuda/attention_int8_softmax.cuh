@@ -47,12 +47,14 @@ class Int8Softmax {
   // The order of the probabilities is that of the values (quantize_values).
   __device__ __forceinline__ void exponentiate(const Int8Products& products, float key_scale,
                                                Int8Probabilities& probabilities) const {
-    float scale[2], part_scale[2], part_bias[2];
+    float scale[2], part_scale[2], part_bias[2], small_scale[2], small_bias[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       scale[row] = query_scale_[row] * key_scale;
       part_scale[row] = scale[row] * kPartOfDouble;
       part_bias[row] = __fmaf_rn(reference_[row], -kPartOfDouble, kPartOfOne);
+      small_scale[row] = scale[row] * kSmallPartOfDouble;
+      small_bias[row] = __fmaf_rn(reference_[row], -kSmallPartOfDouble, kSmallPartOfOne);
     }
 #pragma unroll
     for (int step = 0; step < kTileKeys / kFp8Depth; ++step)
@@ -72,7 +74,8 @@ class Int8Softmax {
           uint32_t codes[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            const float part = saturated_fma(values[k], part_scale[row], part_bias[row]);
+            const float part = maximum_of(saturated_fma(values[k], part_scale[row], part_bias[row]),
+                                          __fmaf_rn(values[k], small_scale[row], small_bias[row]));
             codes[k] = __float_as_uint(__fmaf_rn(part, kCodes, kRoundToInteger));
           }
           const uint32_t low = __byte_perm(codes[0], codes[1], 0x0040);
@@ -91,6 +94,7 @@ class Int8Softmax {
   // rounding. From 2^-6 on down the numbers are too small, and 0 below 2^-7. A code is computed as its part
   // of kCodes, which saturates without an instruction.
   static constexpr float kCodes = 128, kPartOfDouble = 8 / kCodes, kPartOfOne = (56 - 0.45f) / kCodes;
+  static constexpr float kSmallPartOfDouble = 1.25f / kCodes, kSmallPartOfOne = 12.3f / kCodes;
   static constexpr float kRoundToInteger = 0x1.8p23f;  // adding it leaves an integer in the low bits
 
   // Returns a * b + c from 0 to 1, or 0 for NaN.
