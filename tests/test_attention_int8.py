@@ -347,6 +347,18 @@ def test_rows_that_rise_after_the_first_tile(kernel, device, height, head_dim):
         torch.testing.assert_close(rows, value.expand_as(rows), rtol=6e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("keys", [8192, 65536])
+def test_weights_beside_a_sink(kernel, device, keys):
+    """Many keys share half of the weight, with probabilities that are among the smallest of E4M3."""
+    q, k, v = attention_inputs.attention_sink((1, 64, keys, 1, 64), device)
+    v.fill_(1)
+    v[:, keys // 2] = 0
+    share, expected = (
+        attend(q, k, v).double().mean() for attend in (kernel.attention_int8, references.attention)
+    )
+    assert abs(share / expected - 1) < 0.03
+
+
 @pairwise(factor=[0.0, 1e-30, 1e-4, 1e4, 1e30], tensor=["q", "k", "v"], head_dim=HEAD_DIMS)
 def test_range_of_values(kernel, device, factor, tensor, head_dim):
     """The other factor of the scores is scaled by the inverse."""

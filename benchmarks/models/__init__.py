@@ -33,9 +33,11 @@ GRAPHS = "injected+graphs"  # the kernels, replayed from CUDA graphs
 # The blocks' linear layers quantized by torchao, with a scale for each row.
 TORCHAO, TORCHAO_COMPILED, INJECTED_FP8 = "eager+fp8", f"{REGIONAL}+fp8", "injected+fp8"
 GRAPHS_FP8 = f"{GRAPHS}+fp8"
-INT8_ATTENTION = "injected+int8"  # layers in 16 bits, long attention in 8
+# Long attention in 8 bits, beside layers in 16 bits and beside torchao's.
+INT8_ATTENTION, INT8_FP8 = "injected+int8", f"{INJECTED_FP8}+int8"
+INT8_MODES = (INT8_ATTENTION, INT8_FP8)
 GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
-TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8)
+TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8, INT8_FP8)
 # The layers that inject_kernels(precision=...) quantizes.
 PRECISION_FP8, PRECISION_FAST = "injected+precision-fp8", "injected+precision-fp8-fast"
 PRECISION_MODES = {PRECISION_FP8: "fp8", PRECISION_FAST: "fp8-fast"}
@@ -43,7 +45,7 @@ FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     NO_ATTENTION: {"attention": False},
-    INT8_ATTENTION: {"attention": "int8"},
+    **dict.fromkeys(INT8_MODES, {"attention": "int8"}),
     **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
     # Twins keep the weights.
     **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},

@@ -9,7 +9,8 @@ Sizes are the published ones (most with fewer blocks), inputs are those of the p
 set of weights and take turns, first with random weights, then with query and key norms that give scores as
 peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier channels. The weights change in
 place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
-mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone.
+mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone. --whole
+adds blocks up to the published number, over the weights of those that there are.
 Writes to benchmarks/results/models.json, with modes in FP8 to fp8_models.json, where results with a compiled
 mode, or with --calls, have names of their own:
 
@@ -81,6 +82,7 @@ class Settings:
     has_distance: bool
     weights: Sequence[str] = tuple(models.WEIGHTS)
     has_memory: bool = False
+    is_whole: bool = False
 
 
 def inject(
@@ -142,10 +144,11 @@ def measure_weights(
     device = settings.device
     modes = distances(model, forwards, arguments, settings)
     consecutive = {mode: timing.repeated(f, settings.calls) for mode, f in forwards.items()}
-    timing.interleave(consecutive, WARM_UP_ROUNDS, device)
+    # A whole model may take many seconds, and `distances` has run it once.
+    timing.interleave(consecutive, 0 if settings.is_whole else WARM_UP_ROUNDS, device)
     with clocks.watch(device) as clock:
         samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
-    rounds = min(HOST_ROUNDS, settings.rounds)
+    rounds = 1 if settings.is_whole else min(HOST_ROUNDS, settings.rounds)
     host = timing.interleave(forwards, rounds, device, timing.host_microseconds)
     for mode, entry in modes.items():
         entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
@@ -179,7 +182,7 @@ def measure_size(
         instance = models.twin_for(model, mode)
         quantized += [instance] if mode in models.FP8_MODES else []
         forward = forwards[mode] = functools.partial(instance, **arguments)
-        if mode in models.INJECTIONS:
+        if mode in models.INJECTIONS and not settings.is_whole:
             if mode not in models.TORCHAO_MODES or device.type == "cuda":  # torchao needs a GPU
                 forward()
             injection = inject(instance, kernel, mode, forward, device)
@@ -303,7 +306,8 @@ def measure_model(
     if settings.has_memory:
         peaks = {size: {"peak_bytes": peak_memory(kernel, size, settings, tiny)} for size in sizes}
     model = published.transformer(device, settings.dtype, tiny)
-    result = {**head, "model": published.name_of(tiny), "sizes": {}}
+    name = published.complete(model) if settings.is_whole else published.name_of(tiny)
+    result = {**head, "model": name, "sizes": {}}
     for size in sizes:
         torch.compiler.reset()
         measured = measure_size(model, kernel, size, settings)
@@ -321,7 +325,12 @@ def measure_model(
 
 
 def destination(
-    output: Path | None, published: Published, several: bool, modes: list[str], calls: int
+    output: Path | None,
+    published: Published,
+    several: bool,
+    modes: list[str],
+    calls: int,
+    is_whole: bool,
 ) -> record.Destination | None:
     """Where a model's result goes. Modes beyond the default ones do not prevent its storage."""
     name, default, neutral = "models/{}", models.DEFAULT_MODES, ("modes", "has_memory")
@@ -332,6 +341,9 @@ def destination(
             name, neutral = "fp8_models/{}_compiled", (*neutral, "sizes")
         elif calls > 1:
             name, neutral = "fp8_models/{}_back_to_back", (*neutral, "calls")
+        elif is_whole:
+            name, default = "fp8_models/{}_whole", ("eager", "injected", models.PRECISION_FAST)
+            neutral += ("is_whole", "sizes", "rounds", "profiled_calls")
     name = name.format(published.key)
     if output is not None and several:
         return output / f"{name}.json"
@@ -374,6 +386,7 @@ def destination(
     is_flag=True,
     help="Also measure each mode's memory, with a model of its own. Compiled modes are left out.",
 )
+@click.option("--whole", "is_whole", is_flag=True, help="All blocks, over the weights of some.")
 @record.output_option("models", takes_folder=True)
 @torch.no_grad()
 def main(
@@ -390,6 +403,7 @@ def main(
     has_distance,
     weights,
     has_memory,
+    is_whole,
     output,
 ) -> None:
     """Time one forward of each model in each mode, with its GPU time by kernel class."""
@@ -401,7 +415,7 @@ def main(
     def measure(published: Published) -> None:
         settings = Settings(
             *(published, device, dtype, modes, rounds, calls, pause_s, profiled_calls),
-            *(has_distance, weights, has_memory),
+            *(has_distance, weights, has_memory, is_whole),
         )
         head = {
             "environment": record.environment(device),
@@ -413,7 +427,7 @@ def main(
             "pause_s": pause_s,
             "get_kernel_s": load_seconds,
         }
-        path = destination(output, published, len(model) > 1, modes, calls)
+        path = destination(output, published, len(model) > 1, modes, calls, is_whole)
         measure_model(kernel, sizes, settings, tiny, head, path)
 
     measure_each({p.key: functools.partial(measure, p) for p in model}, device)

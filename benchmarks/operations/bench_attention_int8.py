@@ -34,7 +34,7 @@ from attention_inputs import INPUTS
 # (batch, queries, keys, heads, head dim): Wan 14B at 480p and 720p, FLUX
 SHAPES = ((1, 32760, 32760, 40, 128), (1, 75600, 75600, 40, 128), (1, 4608, 4608, 24, 128))
 TINY_SHAPES = ((1, 24, 40, 2, 128),)
-KINDS = ("std 1", "std 3", "std 6", "sink")
+KINDS = ("std 1", "std 3", "std 6", "sink", "trained", "rising", "jump")
 STEADY_S = 0.25
 INT8, SIXTEEN_BIT, FA3 = "int8", "16-bit", "FA3 FP8"
 

@@ -5,8 +5,8 @@ noise. examples/train_small_ltx/detect.py looks for the color, the motion and th
 and SSIM compare a mode's videos with eager's. Eager in other attention backends, which differs by rounding
 only, shows what they are at best. PSNR against eager in float32 shows the distance from exact arithmetic.
 Modes in FP8 have the blocks' linear layers quantized by torchao per row; these need bfloat16. They and
-attention in 8 bits run if --modes names them. Writes to benchmarks/results/quality, or fp8_quality with
-modes in FP8:
+attention in 8 bits run if --modes names them. Writes to benchmarks/results/quality, or quality/int8 with
+attention in 8 bits, or quality/fp8 with other modes in FP8:
 
     python benchmarks/pipelines/bench_quality.py
     python benchmarks/pipelines/bench_quality.py --device cpu --dtype float32 --captions 4 --output out.json
@@ -57,7 +57,7 @@ TO_FLOAT32 = "psnr_to_float32_db"
 # The attention backend of diffusers by mode. In the others, PyTorch chooses flash attention.
 BACKENDS = {"eager-efficient": "_native_efficient", "eager-math": "_native_math"}
 FP8_MODES = (models.TORCHAO, models.INJECTED_FP8)
-ASKED_FOR = (*FP8_MODES, models.INT8_ATTENTION)  # only run if --modes names them
+ASKED_FOR = (*FP8_MODES, *models.INT8_MODES)  # only run if --modes names them
 MODES = ("eager", "eager-again", *BACKENDS, FLOAT32, "injected", models.GRAPHS, *ASKED_FOR)
 NEED_GPU = ("eager-efficient", models.GRAPHS, models.TORCHAO)
 
@@ -67,7 +67,7 @@ def set_up(mode: str, kernel: ModuleType | None, device: torch.device, dtype: to
     dtype = torch.float32 if mode == FLOAT32 else dtype
     pipe = load(device, dtype)
     models.quantize_for(pipe.transformer, mode)
-    if mode == models.INT8_ATTENTION:
+    if mode in models.INT8_MODES:
         # The model's sequences and heads are below the limits.
         decision = importlib.import_module(f"{kernel.__name__}.injection.attention.decision")
         decision.INT8_MIN_TOKENS = decision.INT8_ABOVE_HEAD_DIM = 1
@@ -181,8 +181,13 @@ def main(modes, captions, picture, device, dtype, output) -> None:
         write_picture(pipes, picture)
         return
     environment = record.environment(device)
-    has_fp8 = not set(FP8_MODES).isdisjoint(modes)
-    name, neutral = ("quality/fp8", ("modes",)) if has_fp8 else ("quality", ())
+    name, neutral = "quality", ("modes",)
+    if not set(models.INT8_MODES).isdisjoint(modes):
+        name = "quality/int8"
+    elif not set(FP8_MODES).isdisjoint(modes):
+        name = "quality/fp8"
+    else:
+        neutral = ()
     output = record.destination(output, name, neutral)
     videos = measure(pipes, held_back_scenes(captions))
     show(videos)
