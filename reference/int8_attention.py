@@ -78,6 +78,7 @@ def emulate(
     corrects_lse: bool = True,
 ) -> Emulated:
     """Of tensors by head, without gate and addend."""
+    dtype = k.dtype
     q, k, v = (t.double() for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     batch, queries, heads, head_dim = q.shape
@@ -90,6 +91,7 @@ def emulate(
         for h in range(heads) if count > 0 else ():
             key, value = (t[b, :count, h // (heads // key_heads)] for t in (k, v))
             mean = key.mean(0) if subtracts_mean else key.new_zeros(head_dim)
+            mean = mean.to(dtype).double()
             query, rotated_key = rotated(q[b, :, h]), rotated(key - mean)
             scores = scale * in_int8(query, (1,)) @ rounded_keys(rotated_key).T
             lse = scores.logsumexp(1, keepdim=True)

@@ -65,12 +65,16 @@ struct Rows {
       load(p.dtype, operand.data, operand.offset(batch, token, head), p.head_dim, row(token));
   }
 
-  void subtract_mean(float* mean) const {
+  // The mean is rounded to the dtype.
+  void subtract_mean(DType dtype, float* mean) const {
     double sums[kColumns] = {};
     for (int64_t token = 0; token < count; ++token)
       for (int64_t d = 0; d < kColumns; ++d) sums[d] += row(token)[d];
     for (int64_t d = 0; d < kColumns; ++d)
       mean[d] = count == 0 ? 0.0f : static_cast<float>(sums[d] / static_cast<double>(count));
+    uint16_t rounded[kColumns];
+    store(dtype, rounded, 0, kColumns, mean);
+    load(dtype, rounded, 0, kColumns, mean);
     for (int64_t token = 0; token < count; ++token)
       for (int64_t d = 0; d < kColumns; ++d) row(token)[d] -= mean[d];
   }
@@ -149,7 +153,7 @@ void attention_int8(const AttentionParams& params, Stream stream) {
       const int64_t batch = head / p.key_heads, count = number_of_keys(p, batch);
       const Rows key{keys + head * per_head, count};
       key.load_from(p, p.k, batch, head % p.key_heads);
-      key.subtract_mean(means + head * kColumns);
+      key.subtract_mean(p.dtype, means + head * kColumns);
       key.round_keys();
       const Rows value{values + head * per_head, count};
       value.load_from(p, p.v, batch, head % p.key_heads);

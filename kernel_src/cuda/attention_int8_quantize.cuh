@@ -85,28 +85,29 @@ struct QuantizeAttentionParams {
   __device__ __forceinline__ int key_count(uint32_t batch) const { return key_count_of(args, batch); }
 };
 
-constexpr int kQuantizeThreads = 256, kQuantizeWarps = kQuantizeThreads / 32;
+constexpr int kQuantizeThreads = 512, kQuantizeWarps = kQuantizeThreads / 32;
 constexpr int kPieceColumns = 8, kRowPieces = kInt8Columns / kPieceColumns;  // A thread has a piece of a row.
 constexpr int kBlockRows = kQuantizeThreads / kRowPieces;                    // at the same time
 
-// A piece of a row of query, key or value.
+// Pieces of rows of query, key or value, from a column on.
 template <typename T, Access kAccess>
-struct OperandPiece {
+struct OperandPieces {
   const T* first;  // of token 0
   int64_t stride;
-  bool is_within;
+  int columns;  // of the head, from the first one on
 
-  __device__ __forceinline__ OperandPiece(const QuantizeAttentionParams& p, const AttentionOperand& x,
-                                          uint32_t batch, uint32_t head, int column)
+  __device__ __forceinline__ OperandPieces(const QuantizeAttentionParams& p, const AttentionOperand& x,
+                                           uint32_t batch, uint32_t head, int column)
       : first(static_cast<const T*>(x.data) + x.offset(batch, 0, head) + column),
         stride(x.strides[1]),
-        is_within(column < p.args.head_dim) {}
+        columns(static_cast<int>(p.args.head_dim) - column) {}
 
-  // Zeros beyond the head, and without a token.
-  __device__ __forceinline__ Pack<T, kPieceColumns> load(int token, bool has_token = true) const {
+  // The piece from this column on. Zeros beyond the head, and without a token.
+  __device__ __forceinline__ Pack<T, kPieceColumns> load(int token, int column = 0,
+                                                         bool has_token = true) const {
     Pack<T, kPieceColumns> pack{};
-    if (!is_within || !has_token) return pack;
-    const T* address = first + token * stride;
+    if (column >= columns || !has_token) return pack;
+    const T* address = first + token * stride + column;
     if constexpr (kAccess == Access::kVector) {
       pack.load(address);
     } else {
@@ -119,10 +120,53 @@ struct OperandPiece {
   }
 };
 
+template <typename T>
+__device__ __forceinline__ const uint32_t* pairs_of(const Pack<T, kPieceColumns>& pack) {
+  return reinterpret_cast<const uint32_t*>(pack.words);
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Sums of keys and maxima of values, a block for each part of a sequence and key head
 
-constexpr int kPartsUnroll = 4;
+// A thread's part of the sum of the keys from `begin` to `end`, of each step-th.
+template <typename T, Access kAccess>
+__device__ __forceinline__ void add_keys(const OperandPieces<T, kAccess>& keys, int begin, int end, int step,
+                                         float (&sums)[kPieceColumns]) {
+  for (int index = begin; index < end; index += kBlockRows) {
+    float values[kPieceColumns];
+    keys.load(index * step).to_floats(values);
+#pragma unroll
+    for (int k = 0; k < kPieceColumns; ++k) sums[k] += values[k];
+  }
+}
+
+// A thread's part of the maxima of the values' magnitudes. Bits of magnitudes are in their order, NaN last.
+template <typename T, Access kAccess>
+__device__ __forceinline__ void find_maxima(const OperandPieces<T, kAccess>& values, int begin, int end,
+                                            float (&maxima)[kPieceColumns]) {
+  constexpr int kUnroll = 8, kPairs = kPieceColumns / 2;
+  constexpr uint32_t kMagnitudes = 0x7fff7fff;
+  uint32_t largest[kPairs] = {};
+#pragma unroll 1
+  for (int first = begin; first < end; first += kBlockRows * kUnroll) {
+    Pack<T, kPieceColumns> packs[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) packs[i] = values.load(min(first + i * kBlockRows, end - 1));
+#pragma unroll
+    for (int i = 0; i < kUnroll; i += 2) {
+      const uint32_t *one = pairs_of(packs[i]), *other = pairs_of(packs[i + 1]);
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k)
+        largest[k] = __vimax3_u16x2(largest[k], one[k] & kMagnitudes, other[k] & kMagnitudes);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) {
+    const float2 pair = unpack_pair<T>(largest[k]);
+    maxima[2 * k] = pair.x;
+    maxima[2 * k + 1] = pair.y;
+  }
+}
 
 template <typename T, Access kAccess, bool kIsKey>
 __device__ __forceinline__ void reduce_part(const QuantizeAttentionParams& p, int key_head, int part,
@@ -131,27 +175,14 @@ __device__ __forceinline__ void reduce_part(const QuantizeAttentionParams& p, in
   const uint32_t head = static_cast<uint32_t>(key_head) - batch * p.key_heads.divisor;
   const int piece = static_cast<int>(threadIdx.x) % kRowPieces,
             row = static_cast<int>(threadIdx.x) / kRowPieces;
-  const OperandPiece<T, kAccess> tensor(p, kIsKey ? p.args.k : p.args.v, batch, head, piece * kPieceColumns);
+  const OperandPieces<T, kAccess> tensor(p, kIsKey ? p.args.k : p.args.v, batch, head, piece * kPieceColumns);
   const int step = kIsKey ? key_step(p.key_count(batch)) : 1, count = ceil_of(p.key_count(batch), step);
   const int length = ceil_of(count, kSequenceParts), begin = part * length, end = min(begin + length, count);
   float results[kPieceColumns] = {};
-#pragma unroll 1
-  for (int first = begin + row; first < end; first += kBlockRows * kPartsUnroll) {
-    Pack<T, kPieceColumns> packs[kPartsUnroll];
-#pragma unroll
-    for (int i = 0; i < kPartsUnroll; ++i) {
-      const int index = first + i * kBlockRows;
-      packs[i] = tensor.load(index * step, index < end);
-    }
-#pragma unroll
-    for (int i = 0; i < kPartsUnroll; ++i) {
-      float values[kPieceColumns];
-      packs[i].to_floats(values);
-#pragma unroll
-      for (int k = 0; k < kPieceColumns; ++k)
-        results[k] = kIsKey ? results[k] + values[k] : larger_magnitude(results[k], values[k]);
-    }
-  }
+  if constexpr (kIsKey)
+    add_keys(tensor, begin + row, end, step, results);
+  else
+    find_maxima(tensor, begin + row, end, results);
 #pragma unroll
   for (int k = 0; k < kPieceColumns; ++k) shared[row * kInt8Columns + piece * kPieceColumns + k] = results[k];
   __syncthreads();
@@ -163,13 +194,13 @@ __device__ __forceinline__ void reduce_part(const QuantizeAttentionParams& p, in
     const float other = shared[i * kInt8Columns + column];
     result = kIsKey ? result + other : larger_magnitude(result, other);
   }
-  if (kIsKey) result /= static_cast<float>(max(count, 1));
+  if (kIsKey) result = __fdividef(result, static_cast<float>(max(count, 1)));
   float* out = kIsKey ? p.workspace.key_means : p.workspace.value_maxima;
   out[(key_head * kSequenceParts + part) * kInt8Columns + column] = result;
 }
 
 template <typename T, Access kAccess>
-__global__ void __launch_bounds__(kQuantizeThreads)
+__global__ void __launch_bounds__(kQuantizeThreads, 2)
     attention_key_statistics_kernel(const __grid_constant__ QuantizeAttentionParams p) {
   __shared__ float shared[kBlockRows * kInt8Columns];
   griddepcontrol_wait();
@@ -220,24 +251,25 @@ __device__ __forceinline__ float combine_parts(const float* parts, uint32_t key_
   return result;
 }
 
-// The mean of keys, in shared memory. It is used rounded to T.
+// The mean of keys, rounded to T and times -1, in shared memory.
 template <typename T>
-struct KeyMean {
-  float values[kInt8Columns];
+struct NegativeMean {
+  alignas(kVectorBytes) T values[kInt8Columns];
 
   // All threads call it.
   __device__ __forceinline__ void load(const QuantizeAttentionParams& p, uint32_t key_head) {
     if (const int column = static_cast<int>(threadIdx.x); column < kInt8Columns)
-      values[column] = combine_parts<true>(p.workspace.key_means, key_head, column);
+      values[column] = from_float<T>(-combine_parts<true>(p.workspace.key_means, key_head, column));
     __syncthreads();
   }
-  // Two adjacent columns, times -1.
-  __device__ __forceinline__ uint32_t negative_pair(int column) const {
-    return pack_pair<T>(-values[column], -values[column + 1]);
+  __device__ __forceinline__ Pack<T, kPieceColumns> piece(int column) const {
+    Pack<T, kPieceColumns> pack;
+    pack.load(values + column);
+    return pack;
   }
 };
 
-// Adds a b of 16 x 16 and 16 x 8 elements.
+// Adds a b, of 16 x 16 and 16 x 8 elements.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]);
@@ -258,67 +290,55 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&sums)[4], co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Sixteen rows of query or key in a warp, multiplied by a Hadamard matrix times the square root of its size.
-// A quad has two of the rows, each lane a quarter of their columns: pieces that are a quad apart, so that the
-// quad loads adjacent ones. The matrix is a product of one for 16 columns, which the tensor cores multiply
-// by, and one for the 8 groups of 16, whose results a thread has. A group is four columns of each lane in the
-// order of mma's a. Query and key have the same order of columns, so it does not change their product.
+// Eight rows of query or key in a warp, multiplied by a Hadamard matrix times the square root of its size.
+// A quad loads a row, each lane pieces that are a quad apart, so that the quad loads adjacent ones. The
+// matrix is a product of one for 16 columns, by which the tensor cores multiply, and one for the 8 groups
+// of 16. A group is four columns of each lane in the order of mma's b, whose columns are the rows. In the
+// result a lane has two rows, of each 16 columns of all groups. Query and key have the same order of columns,
+// so it does not change their product.
 template <typename T, Access kAccess>
 class RotatedRows {
  public:
-  static constexpr int kRows = 16, kGroups = 8, kLaneColumns = kInt8Columns / kQuadLanes;
+  static constexpr int kRows = 8;
 
   // Loads the rows from `token` on, of which those beyond the last token are copies of it.
   __device__ __forceinline__ void load(const QuantizeAttentionParams& p, const AttentionOperand& x,
                                        uint32_t batch, uint32_t head, int token, int last_token) {
+    const OperandPieces<T, kAccess> pieces(p, x, batch, head, column(0));
+    const int own_token = min(token + lane() / kQuadLanes, last_token);
+#pragma unroll
+    for (int i = 0; i < kLanePieces; ++i) packs_[i] = pieces.load(own_token, column(i) - column(0));
+  }
+  // Returns the product of the row that this lane's quad has loaded and the mean.
+  __device__ __forceinline__ float times(const NegativeMean<T>& mean) const {
+    float product = 0;
 #pragma unroll
     for (int i = 0; i < kLanePieces; ++i) {
-      const OperandPiece<T, kAccess> piece(p, x, batch, head, column(i));
+      float values[kPieceColumns], means[kPieceColumns];
+      packs_[i].to_floats(values);
+      mean.piece(column(i)).to_floats(means);
 #pragma unroll
-      for (int row = 0; row < 2; ++row) packs_[row][i] = piece.load(min(token + row_of(row), last_token));
+      for (int k = 0; k < kPieceColumns; ++k) product = fmaf(values[k], -means[k], product);
     }
-  }
-  // The products of both rows with the mean.
-  __device__ __forceinline__ void multiply_by(const KeyMean<T>& mean, float (&products)[2]) const {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float sum = 0;
-#pragma unroll
-      for (int i = 0; i < kLanePieces; ++i) {
-        const uint32_t* words = reinterpret_cast<const uint32_t*>(packs_[row][i].words);
-#pragma unroll
-        for (int k = 0; k < kPieceColumns / 2; ++k) {
-          const float2 x = unpack_pair<T>(words[k]);
-          const float2 m = unpack_pair<T>(mean.negative_pair(column(i) + 2 * k));
-          sum = fmaf(x.x, -m.x, fmaf(x.y, -m.y, sum));
-        }
-      }
-      products[row] = warp_reduce<Sum, kQuadLanes>(sum);
-    }
+    return warp_reduce<Sum, kQuadLanes>(product);
   }
   template <bool kSubtractsMean>
-  __device__ __forceinline__ void rotate(const KeyMean<T>& mean) {
-    uint32_t signs[2][2];
-    make_signs(signs);
+  __device__ __forceinline__ void rotate(const NegativeMean<T>& mean) {
+    constexpr uint32_t kSigns = 0x80008000;
+    const uint32_t pair = matrix_pair(), matrix[4] = {pair, pair, pair, pair ^ kSigns};
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const int piece = group / 2, word = group % 2 * 2;
-      const uint32_t *first = reinterpret_cast<const uint32_t*>(packs_[0][piece].words) + word,
-                     *second = reinterpret_cast<const uint32_t*>(packs_[1][piece].words) + word;
-      const uint32_t a[4] = {first[0], second[0], first[1], second[1]};
+    for (int piece = 0; piece < kLanePieces; ++piece) {
+      const uint32_t* words = pairs_of(packs_[piece]);
+      Pack<T, kPieceColumns> mean_piece{};
+      if constexpr (kSubtractsMean) mean_piece = mean.piece(column(piece));
+      const uint32_t* means = pairs_of(mean_piece);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float (&sums)[4] = values_[group][half];
+      for (int word = 0; word < 4; word += 2) {
+        float (&sums)[4] = values_[2 * piece + word / 2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] = 0;
-        multiply_add<T>(sums, a, signs[half]);
-      }
-      if constexpr (kSubtractsMean) {
-        const uint32_t low = mean.negative_pair(column(piece) + 2 * word);
-        const uint32_t high = mean.negative_pair(column(piece) + 2 * word + 2);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          multiply_add<T>(values_[group][half], {low, low, high, high}, signs[half]);
+        multiply_add<T>(sums, matrix, {words[word], words[word + 1]});
+        if constexpr (kSubtractsMean) multiply_add<T>(sums, matrix, {means[word], means[word + 1]});
       }
     }
 #pragma unroll
@@ -326,15 +346,15 @@ class RotatedRows {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 4; ++i) {
           if (group & step) continue;
-          float &a = values_[group][i / 4][i % 4], &b = values_[group + step][i / 4][i % 4];
+          float &a = values_[group][i], &b = values_[group + step][i];
           const float sum = a + b;
           b = a - b;
           a = sum;
         }
   }
-  // Of this lane's part of a row.
+  // Of this lane's part of its first or second row.
   __device__ __forceinline__ uint32_t largest_magnitude(int row) const {
     float largest = 0;
 #pragma unroll
@@ -342,58 +362,56 @@ class RotatedRows {
     return __float_as_uint(largest);
   }
   __device__ __forceinline__ void store(uint8_t* tile, int row, float inverse) const {
+    uint32_t words[kLaneColumns / 4];
 #pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int first = 16 * piece + 4 * i;
-        words[i] = pack_int8(value(row, first) * inverse, value(row, first + 1) * inverse,
-                             value(row, first + 2) * inverse, value(row, first + 3) * inverse);
-      }
-      *reinterpret_cast<uint4*>(tile + swizzled_piece(warp_row() + row_of(row), quad_lane() * 2 + piece)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    }
+    for (int i = 0; i < kLaneColumns / 4; ++i)
+      words[i] = pack_int8(value(row, 4 * i) * inverse, value(row, 4 * i + 1) * inverse,
+                           value(row, 4 * i + 2) * inverse, value(row, 4 * i + 3) * inverse);
+    *reinterpret_cast<uint4*>(tile + swizzled_piece(row_of_tile(row), lane() / kQuadLanes)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 
-  // Row of the block's first row of this warp, and of the thread's first or second row from there.
-  __device__ __forceinline__ static int warp_row() { return static_cast<int>(threadIdx.x) / 32 * kRows; }
-  __device__ __forceinline__ static int row_of(int row) {
-    return static_cast<int>(threadIdx.x) % 32 / kQuadLanes + row * (kRows / 2);
+  // The tile's row that is this lane's first or second one in the result.
+  __device__ __forceinline__ static int row_of_tile(int row) {
+    return warp_row() + lane() % kQuadLanes * 2 + row;
   }
-  __device__ __forceinline__ static int quad_lane() { return static_cast<int>(threadIdx.x) % kQuadLanes; }
+  __device__ __forceinline__ static int warp_row() { return static_cast<int>(threadIdx.x) / 32 * kRows; }
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
  private:
-  static constexpr int kLanePieces = kRowPieces / kQuadLanes;
+  static constexpr int kGroups = 8, kLanePieces = kRowPieces / kQuadLanes;
+  static constexpr int kLaneColumns = kInt8Columns / kRows;  // of each row in the result
+  static_assert(kLaneColumns == kVectorBytes);
 
   // First column of a piece.
   __device__ __forceinline__ static int column(int i) {
-    return (i * kQuadLanes + quad_lane()) * kPieceColumns;
+    return (i * kQuadLanes + lane() % kQuadLanes) * kPieceColumns;
   }
-  // The matrix for 16 columns as mma's b, for the first and the last 8 columns of the result: 1 or -1.
-  __device__ __forceinline__ static void make_signs(uint32_t (&signs)[2][2]) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = quad_lane() * 2 + i * 8, result = lane / kQuadLanes + half * 8;
-        const auto sign = [&](int of_row) { return __popc(of_row & result) % 2 == 0 ? 1.0f : -1.0f; };
-        signs[half][i] = pack_pair<T>(sign(row), sign(row + 1));
-      }
+  // Two elements of the matrix for 16 columns, 1 or -1: of the quad's row, and of columns 2 t and 2 t + 1,
+  // where t is the lane in the quad. They are the same 8 rows further down, and 8 columns further to the
+  // right, but both have the other sign.
+  __device__ __forceinline__ static uint32_t matrix_pair() {
+    const int row = lane() / kQuadLanes, column = lane() % kQuadLanes * 2;
+    const auto element = [&](int of_column) { return __popc(row & of_column) % 2 == 0 ? 1.0f : -1.0f; };
+    return pack_pair<T>(element(column), element(column + 1));
   }
-  __device__ __forceinline__ float value(int row, int i) const {
-    return values_[i / 4][i / 2 % 2][row * 2 + i % 2];
-  }
+  __device__ __forceinline__ float value(int row, int i) const { return values_[i / 2][i % 2 * 2 + row]; }
 
-  Pack<T, kPieceColumns> packs_[2][kLanePieces];
-  float values_[kGroups][2][4];  // mma's d, for the first and the last 8 columns of a group's result
+  Pack<T, kPieceColumns> packs_[kLanePieces];
+  float values_[kGroups][4];  // mma's d
 };
 constexpr float kRotationScale = 1.0f / kInt8Columns;  // of a product of rotated rows
 
+// Returns the largest value of the lanes at the same place of their quads.
+__device__ __forceinline__ uint32_t reduce_over_quads(uint32_t value) {
+#pragma unroll
+  for (int mask = kQuadLanes; mask < 32; mask *= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
+  return value;
+}
+
 template <typename T, Access kAccess>
 __device__ __forceinline__ void quantize_queries(const QuantizeAttentionParams& p, int block,
-                                                 KeyMean<T>& mean) {
+                                                 NegativeMean<T>& mean) {
   using Rows = RotatedRows<T, kAccess>;
   static_assert(kQuantizeWarps * Rows::kRows == kInt8Queries);
   const uint32_t head_of_all = p.query_tiles.divide(static_cast<uint32_t>(block));
@@ -402,28 +420,29 @@ __device__ __forceinline__ void quantize_queries(const QuantizeAttentionParams& 
   Rows rows;
   rows.load(p, p.args.q, batch, head, first_row + Rows::warp_row(),
             static_cast<int>(p.args.query_length) - 1);
-  float mean_scores[2] = {};
+  uint8_t* tile = p.workspace.queries + int64_t{block} * QueryTileBytes::kBytes;
   if (p.args.lse != nullptr) {
     mean.load(p, batch * p.key_heads.divisor + p.group_heads.divide(head));
-    rows.multiply_by(mean, mean_scores);
+    const float score = rows.times(mean) * p.score_scale;
+    if (Rows::lane() % kQuadLanes == 0)
+      reinterpret_cast<float*>(
+          tile + QueryTileBytes::kMeanScores)[Rows::warp_row() + Rows::lane() / kQuadLanes] = score;
   }
   rows.template rotate<false>(mean);
-  uint8_t* tile = p.workspace.queries + int64_t{block} * QueryTileBytes::kBytes;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const uint32_t largest = warp_reduce<UnsignedMax, kQuadLanes>(rows.largest_magnitude(row));
+    const uint32_t largest = reduce_over_quads(rows.largest_magnitude(row));
     const CodeScale codes(__uint_as_float(largest), kLargestInt8);
     rows.store(tile, row, codes.inverse);
-    if (Rows::quad_lane() > 0) continue;
-    const int index = Rows::warp_row() + Rows::row_of(row);
-    reinterpret_cast<float*>(tile + QueryTileBytes::kScales)[index] =
-        codes.scale * (p.score_scale * kRotationScale);
-    reinterpret_cast<float*>(tile + QueryTileBytes::kMeanScores)[index] = mean_scores[row] * p.score_scale;
+    if (Rows::lane() < kQuadLanes)
+      reinterpret_cast<float*>(tile + QueryTileBytes::kScales)[Rows::row_of_tile(row)] =
+          codes.scale * (p.score_scale * kRotationScale);
   }
 }
 
 template <typename T, Access kAccess>
-__device__ __forceinline__ void quantize_keys(const QuantizeAttentionParams& p, int block, KeyMean<T>& mean) {
+__device__ __forceinline__ void quantize_keys(const QuantizeAttentionParams& p, int block,
+                                              NegativeMean<T>& mean) {
   using Rows = RotatedRows<T, kAccess>;
   static_assert(kQuantizeWarps * Rows::kRows == kTileKeys);
   __shared__ uint32_t largest_of_warps[kQuantizeWarps][kQuadLanes];
@@ -436,12 +455,10 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAttentionParams& p, 
   if (count > 0) rows.load(p, p.args.k, batch, head, first_row + Rows::warp_row(), count - 1);
   mean.load(p, key_head);
   rows.template rotate<true>(mean);
-  // Eight adjacent lanes have the rows with the same row % 8 / 2.
-  uint32_t largest_bits = max(rows.largest_magnitude(0), rows.largest_magnitude(1));
-  largest_bits = warp_reduce<UnsignedMax, 2 * kQuadLanes>(largest_bits);
-  const int warp = static_cast<int>(threadIdx.x) / 32,
-            of_four = static_cast<int>(threadIdx.x) / 8 % kQuadLanes;
-  if (threadIdx.x % 8 == 0) largest_of_warps[warp][of_four] = largest_bits;
+  // The lanes at the same place of their quads have the rows with the same row % 8 / 2.
+  uint32_t largest_bits = reduce_over_quads(max(rows.largest_magnitude(0), rows.largest_magnitude(1)));
+  const int warp = static_cast<int>(threadIdx.x) / 32, of_four = Rows::lane() % kQuadLanes;
+  if (Rows::lane() < kQuadLanes) largest_of_warps[warp][of_four] = largest_bits;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kQuantizeWarps; ++i) largest_bits = max(largest_bits, largest_of_warps[i][of_four]);
@@ -449,8 +466,7 @@ __device__ __forceinline__ void quantize_keys(const QuantizeAttentionParams& p, 
   uint8_t* tile = p.workspace.keys + int64_t{block} * KeyTileBytes::kStride;
 #pragma unroll
   for (int row = 0; row < 2; ++row) rows.store(tile, row, codes.inverse);
-  if (warp == 0 && threadIdx.x % 8 == 0)
-    reinterpret_cast<float*>(tile + KeyTileBytes::kScales)[of_four] = codes.scale;
+  if (threadIdx.x < kQuadLanes) reinterpret_cast<float*>(tile + KeyTileBytes::kScales)[of_four] = codes.scale;
 }
 
 // A thread has the four keys of a 32-bit word in pieces of 8 columns. wgmma's order of keys is that in which
@@ -473,13 +489,13 @@ __device__ __forceinline__ void quantize_values(const QuantizeAttentionParams& p
   const int first_key = first_row + word / 4 * 16 + word % 4 * 2;
   uint32_t ones = 0;
   Pack<T, kPieceColumns> packs[kThreadPieces][kKeys];
+  const OperandPieces<T, kAccess> values(p, p.args.v, batch, head, first_piece * kPieceColumns);
 #pragma unroll
   for (int i = 0; i < kThreadPieces; ++i) {
-    const OperandPiece<T, kAccess> values(p, p.args.v, batch, head, piece_of(i) * kPieceColumns);
 #pragma unroll
     for (int key = 0; key < kKeys; ++key) {
       const int token = first_key + key / 2 * 8 + key % 2;
-      packs[i][key] = values.load(token, token < count);
+      packs[i][key] = values.load(token, (piece_of(i) - first_piece) * kPieceColumns, token < count);
       if (i == 0 && token < count) ones |= kOne << (8 * key);
     }
   }
@@ -514,13 +530,14 @@ __device__ __forceinline__ void quantize_values(const QuantizeAttentionParams& p
 template <typename T, Access kAccess>
 __global__ void __launch_bounds__(kQuantizeThreads, 2)
     attention_quantize_kernel(const __grid_constant__ QuantizeAttentionParams p) {
-  __shared__ KeyMean<T> mean;
+  __shared__ NegativeMean<T> mean;
+  __shared__ float inverses[kInt8Columns];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   // The values first: the L2 cache has those that were read last.
   const int block = static_cast<int>(blockIdx.x), key_block = block - p.key_blocks;
   if (block < p.key_blocks)
-    quantize_values<T, kAccess>(p, block, mean.values);
+    quantize_values<T, kAccess>(p, block, inverses);
   else if (key_block < p.key_blocks)
     quantize_keys<T, kAccess>(p, key_block, mean);
   else

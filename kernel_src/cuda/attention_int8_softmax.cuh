@@ -47,14 +47,12 @@ class Int8Softmax {
   // The order of the probabilities is that of the values (quantize_values).
   __device__ __forceinline__ void exponentiate(const Int8Products& products, float key_scale,
                                                Int8Probabilities& probabilities) const {
-    float scale[2], part_scale[2], part_bias[2], small_scale[2], small_bias[2];
+    float scale[2], code_scale[2], code_bias[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       scale[row] = query_scale_[row] * key_scale;
-      part_scale[row] = scale[row] * kPartOfDouble;
-      part_bias[row] = __fmaf_rn(reference_[row], -kPartOfDouble, kPartOfOne);
-      small_scale[row] = scale[row] * kSmallPartOfDouble;
-      small_bias[row] = __fmaf_rn(reference_[row], -kSmallPartOfDouble, kSmallPartOfOne);
+      code_scale[row] = scale[row] * kCodesOfDouble;
+      code_bias[row] = __fmaf_rn(reference_[row], -kCodesOfDouble, kCodeOfOne + kRoundToInteger);
     }
 #pragma unroll
     for (int step = 0; step < kTileKeys / kFp8Depth; ++step)
@@ -71,16 +69,12 @@ class Int8Softmax {
             values[k] = fast_exp2(__fmaf_rn(values[k], scale[row], -reference_[row]));
           probabilities[step][i] = pack_fp8(values[0], values[1], values[2], values[3]);
         } else {
-          uint32_t codes[4];
+          uint32_t codes[2];
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const float part = maximum_of(saturated_fma(values[k], part_scale[row], part_bias[row]),
-                                          __fmaf_rn(values[k], small_scale[row], small_bias[row]));
-            codes[k] = __float_as_uint(__fmaf_rn(part, kCodes, kRoundToInteger));
-          }
-          const uint32_t low = __byte_perm(codes[0], codes[1], 0x0040);
-          const uint32_t high = __byte_perm(codes[2], codes[3], 0x0040);
-          probabilities[step][i] = __byte_perm(low, high, 0x5410);
+          for (int k = 0; k < 2; ++k)
+            codes[k] = codes_of(__fmaf_rn(values[2 * k], code_scale[row], code_bias[row]),
+                                __fmaf_rn(values[2 * k + 1], code_scale[row], code_bias[row]));
+          probabilities[step][i] = __byte_perm(codes[0], codes[1], 0x6420);
         }
       }
   }
@@ -91,17 +85,21 @@ class Int8Softmax {
   // The exponentials of half of the keys are computed without the special function unit, whose time would be
   // the limit. The code of an E4M3 number 2^x is 8 x + 56 if the mantissa is interpolated linearly, less 0.45
   // so that the mean of the interpolation is that of 2^x. Errors are up to 0.35 of a step, beside 0.5 of
-  // rounding. From 2^-6 on down the numbers are too small, and 0 below 2^-7. A code is computed as its part
-  // of kCodes, which saturates without an instruction.
-  static constexpr float kCodes = 128, kPartOfDouble = 8 / kCodes, kPartOfOne = (56 - 0.45f) / kCodes;
-  static constexpr float kSmallPartOfDouble = 1.25f / kCodes, kSmallPartOfOne = 12.3f / kCodes;
-  static constexpr float kRoundToInteger = 0x1.8p23f;  // adding it leaves an integer in the low bits
+  // rounding. Below 2^-6 the code of 2^x is 2^(x + 9), to which 1.25 x + 12.2 is fitted. The larger of both
+  // is chosen in 16 bits. Adding 1024 to a float16 number rounds it to an integer, in its low byte.
+  static constexpr float kCodesOfDouble = 8, kCodeOfOne = 56 - 0.45f, kRoundToInteger = 1024;
 
-  // Returns a * b + c from 0 to 1, or 0 for NaN.
-  __device__ __forceinline__ static float saturated_fma(float a, float b, float c) {
-    float result;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
-    return result;
+  // Returns the codes in bytes 0 and 2. The arguments are those of the first line, plus kRoundToInteger.
+  __device__ __forceinline__ static uint32_t codes_of(float low, float high) {
+    constexpr float kSmallCodesOfDouble = 1.25f, kSmallCodeOfOne = 12.2f;
+    constexpr float kSlope = kSmallCodesOfDouble / kCodesOfDouble;
+    constexpr float kBias = kSmallCodeOfOne + kRoundToInteger - kSlope * (kCodeOfOne + kRoundToInteger);
+    const __half2 codes = __floats2half2_rn(low, high);
+    const __half2 small_codes = __hfma2(codes, __float2half2_rn(kSlope), __float2half2_rn(kBias));
+    // Numbers of float16 from 0 on are in the order of their bits.
+    constexpr uint32_t kZeros = 0x64006400;  // kRoundToInteger twice
+    return __vimax3_s16x2(*reinterpret_cast<const uint32_t*>(&codes),
+                          *reinterpret_cast<const uint32_t*>(&small_codes), kZeros);
   }
 
   // The second largest maximum of a quad's lanes gets the probability 2^kLowest, unless the largest one would

@@ -7,7 +7,7 @@
 // columns, and each loads half of the weights' tile for both (multicast), because the L2 cache could not
 // deliver it twice at the rate of the products. In a block one warp loads tiles of 128 bytes a row into a
 // ring of stages, and two warp groups multiply, 64 rows each. The accumulator of FP8 products keeps about 14
-// bits, so the products of one or two stages are added to float32 sums (notes/fp8.md). 16-bit products, also
+// bits, so the products of each stage are added to float32 sums (notes/fp8.md). 16-bit products, also
 // those of the low-rank term, accumulate in the sums themselves.
 #pragma once
 
@@ -72,7 +72,6 @@ class Product {
   static constexpr int kColumns = M::kColumns, kValues = kColumns / 2;
   static constexpr bool kIs16Bit = kOperands == Operands::k16Bit;
   static constexpr bool kIsBlocked = kOperands == Operands::kFp8Blocks;
-  static constexpr int kSummedStages = kIsBlocked ? 1 : 2;  // FP8 stages that the tensor cores sum
   static constexpr int kThreadColumns = (kColumns + kWarpGroupThreads - 1) / kWarpGroupThreads;
 
   __device__ __forceinline__ Product(const ProductParams& params, const M& memory, const WarpRole& role,
@@ -105,56 +104,39 @@ class Product {
   __device__ __forceinline__ void multiply_fp8(const ProductTile& tile, int first_row, ProductRows& rows,
                                                float (&sums)[kValues]) {
     float products[kValues];
-    multiply_fp8_stages<1>(sums, rows);
+    multiply_fp8_stage(sums, rows);
     if constexpr (Output::kHasResidual) load_residual(tile, first_row);
     if constexpr (kIsBlocked) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) sums[i] *= rows.scales[i / 2 % 2];
     }
-    int k = 1;
-    if (kSummedStages == 2 && params_.depth_tiles % 2 == 0) {
-      multiply_fp8_stages<1>(sums, rows, true);
-      ++k;
-    }
 #pragma unroll 1
-    for (; k < params_.depth_tiles; k += kSummedStages) {
-      multiply_fp8_stages<kSummedStages>(products, rows);
+    for (int k = 1; k < params_.depth_tiles; ++k) {
+      multiply_fp8_stage(products, rows);
 #pragma unroll
       for (int i = 0; i < kValues; ++i)
         sums[i] = kIsBlocked ? fmaf(rows.scales[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
     }
   }
 
-  // Multiplies what the next stages hold, with their products in one sum, and releases them. Loads the scales
-  // of blocks.
-  template <int kStages>
-  __device__ __forceinline__ void multiply_fp8_stages(float (&products)[kValues], ProductRows& rows,
-                                                      bool accumulate = false) {
-    int previous = 0;
+  // Multiplies what the next stage holds and releases it. Loads the scales of its blocks.
+  __device__ __forceinline__ void multiply_fp8_stage(float (&products)[kValues], ProductRows& rows) {
+    state_.wait_full(memory_.ring());
+    const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      state_.wait_full(memory_.ring());
-      const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
-      wgmma_fence();
+    for (int byte = 0; byte < kBoxRowBytes; byte += kFp8Depth)
+      Fp8Wgmma<kColumns>::multiply(products, x.plus(byte), weight.plus(byte), byte > 0);
+    wgmma_commit_group();
+    if constexpr (kIsBlocked) {
 #pragma unroll
-      for (int byte = 0; byte < kBoxRowBytes; byte += kFp8Depth)
-        Fp8Wgmma<kColumns>::multiply(products, x.plus(byte), weight.plus(byte),
-                                     accumulate || i > 0 || byte > 0);
-      wgmma_commit_group();
-      if constexpr (kIsBlocked) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) rows.scales[j] = load_block_scale(role_.output_row(j));
-      }
-      if (i > 0) {
-        wgmma_wait_group<1>();
-        release(previous);
-      }
-      previous = state_.stage;
-      state_.advance();
+      for (int i = 0; i < 2; ++i) rows.scales[i] = load_block_scale(role_.output_row(i));
     }
+    const int stage = state_.stage;
+    state_.advance();
     wgmma_wait_group();
     compiler_fence(products);
-    release(previous);
+    release(stage);
   }
 
   // Waits for the next stage and starts to add the product of the first 16 kSteps columns of its 16-bit
