@@ -43,7 +43,7 @@ struct KeyTileBytes {
 __device__ __forceinline__ int ceil_of(int a, int b) { return (a + b - 1) / b; }
 // Parts of the sequence, each of which has a part of the keys' mean and a maximum of the values in each
 // column.
-constexpr int kSequenceParts = 16;
+constexpr int kSequenceParts = 8;
 // The mean is that of every key_step-th key, of at least this many. The result is right with any vector.
 constexpr int kMeanKeys = 512;
 __device__ __forceinline__ int key_step(int count) { return max(count / kMeanKeys, 1); }
@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
   const int key_head = static_cast<int>(blockIdx.x) / kSequenceParts;
   const int part = static_cast<int>(blockIdx.x) % kSequenceParts;
   if (blockIdx.y == 0)
-    reduce_part<T, kAccess, true>(p, key_head, part, shared);
-  else
     reduce_part<T, kAccess, false>(p, key_head, part, shared);
+  else
+    reduce_part<T, kAccess, true>(p, key_head, part, shared);
 }
 
 // ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 // columns, and each loads half of the weights' tile for both (multicast), because the L2 cache could not
 // deliver it twice at the rate of the products. In a block one warp loads tiles of 128 bytes a row into a
 // ring of stages, and two warp groups multiply, 64 rows each. The accumulator of FP8 products keeps about 14
-// bits, so the products of each stage are added to float32 sums (notes/fp8.md). 16-bit products, also
+// bits, so the products of one or two stages are added to float32 sums (notes/fp8.md). 16-bit products, also
 // those of the low-rank term, accumulate in the sums themselves.
 #pragma once
 
@@ -20,21 +20,26 @@
 
 namespace h100_diffusers_kernels {
 
-// The rows of a tile that a thread has values of, and their scales, or those of their blocks in one stage.
+// The rows of a tile that a thread has values of, and the scales of FP8 rows.
+template <Operands kOperands>
 struct ProductRows {
+  const float* scales[2];
   bool is_row[2];
-  float scales[2] = {1, 1};
+  float next[2];
 
-  template <Operands kOperands>
-  __device__ __forceinline__ static ProductRows of(const ProductParams& params, int row) {
-    ProductRows rows;
+  __device__ __forceinline__ ProductRows(const ProductParams& params, int row) {
+    const int64_t row_scales = kOperands == Operands::kFp8Blocks ? params.depth_tiles : 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      rows.is_row[i] = row + 8 * i < params.args.rows;
-      if constexpr (kOperands == Operands::kFp8Rows)
-        rows.scales[i] = __ldg(params.args.x_scale + (rows.is_row[i] ? row + 8 * i : 0));
+      is_row[i] = row + 8 * i < params.args.rows;
+      next[i] = 1.0f;
+      scales[i] = params.args.x_scale + (is_row[i] ? (row + 8 * i) * row_scales : 0);
     }
-    return rows;
+    if constexpr (kOperands != Operands::k16Bit) fetch(0);
+  }
+  __device__ __forceinline__ void fetch(int block) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) next[i] = __ldg(scales[i] + block);
   }
 };
 
@@ -72,6 +77,7 @@ class Product {
   static constexpr int kColumns = M::kColumns, kValues = kColumns / 2;
   static constexpr bool kIs16Bit = kOperands == Operands::k16Bit;
   static constexpr bool kIsBlocked = kOperands == Operands::kFp8Blocks;
+  static constexpr int kSummedStages = kIsBlocked ? 1 : 2;  // FP8 stages that the tensor cores sum
   static constexpr int kThreadColumns = (kColumns + kWarpGroupThreads - 1) / kWarpGroupThreads;
 
   __device__ __forceinline__ Product(const ProductParams& params, const M& memory, const WarpRole& role,
@@ -90,7 +96,7 @@ class Product {
  private:
   __device__ __forceinline__ void compute(const ProductTile& tile) {
     const int first_row = tile.row + role_.group * kWarpGroupRows;
-    auto rows = ProductRows::of<kOperands>(params_, first_row + role_.output_row(0));
+    ProductRows<kOperands> rows(params_, first_row + role_.output_row(0));
     float2 factors[kThreadColumns] = {};
     load_factors(tile, factors);
     float sums[kValues];
@@ -101,42 +107,51 @@ class Product {
     store(tile, first_row, rows, factors, sums);
   }
 
-  __device__ __forceinline__ void multiply_fp8(const ProductTile& tile, int first_row, ProductRows& rows,
-                                               float (&sums)[kValues]) {
+  __device__ __forceinline__ void multiply_fp8(const ProductTile& tile, int first_row,
+                                               ProductRows<kOperands>& rows, float (&sums)[kValues]) {
     float products[kValues];
-    multiply_fp8_stage(sums, rows);
+    multiply_fp8_stages<1>(sums);
     if constexpr (Output::kHasResidual) load_residual(tile, first_row);
     if constexpr (kIsBlocked) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) sums[i] *= rows.scales[i / 2 % 2];
+      for (int i = 0; i < kValues; ++i) sums[i] *= rows.next[i / 2 % 2];
     }
+    int k = 1;
+    for (; (params_.depth_tiles - k) % kSummedStages != 0; ++k) multiply_fp8_stages<1>(sums, true);
 #pragma unroll 1
-    for (int k = 1; k < params_.depth_tiles; ++k) {
-      multiply_fp8_stage(products, rows);
+    for (; k < params_.depth_tiles; k += kSummedStages) {
+      if constexpr (kIsBlocked) rows.fetch(k);
+      multiply_fp8_stages<kSummedStages>(products);
 #pragma unroll
       for (int i = 0; i < kValues; ++i)
-        sums[i] = kIsBlocked ? fmaf(rows.scales[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
+        sums[i] = kIsBlocked ? fmaf(rows.next[i / 2 % 2], products[i], sums[i]) : sums[i] + products[i];
     }
   }
 
-  // Multiplies what the next stage holds and releases it. Loads the scales of its blocks.
-  __device__ __forceinline__ void multiply_fp8_stage(float (&products)[kValues], ProductRows& rows) {
-    state_.wait_full(memory_.ring());
-    const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
-    wgmma_fence();
+  // Multiplies what the next stages hold, with their products in one sum, and releases them.
+  template <int kStages>
+  __device__ __forceinline__ void multiply_fp8_stages(float (&products)[kValues], bool accumulate = false) {
+    int previous = 0;
 #pragma unroll
-    for (int byte = 0; byte < kBoxRowBytes; byte += kFp8Depth)
-      Fp8Wgmma<kColumns>::multiply(products, x.plus(byte), weight.plus(byte), byte > 0);
-    wgmma_commit_group();
-    if constexpr (kIsBlocked) {
+    for (int i = 0; i < kStages; ++i) {
+      state_.wait_full(memory_.ring());
+      const MatrixDescriptor x = stage_rows(), weight = MatrixDescriptor::along_rows(stage_weight());
+      wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) rows.scales[i] = load_block_scale(role_.output_row(i));
+      for (int byte = 0; byte < kBoxRowBytes; byte += kFp8Depth)
+        Fp8Wgmma<kColumns>::multiply(products, x.plus(byte), weight.plus(byte),
+                                     accumulate || i > 0 || byte > 0);
+      wgmma_commit_group();
+      if (i > 0) {
+        wgmma_wait_group<1>();
+        release(previous);
+      }
+      previous = state_.stage;
+      state_.advance();
     }
-    const int stage = state_.stage;
-    state_.advance();
     wgmma_wait_group();
     compiler_fence(products);
-    release(stage);
+    release(previous);
   }
 
   // Waits for the next stage and starts to add the product of the first 16 kSteps columns of its 16-bit
@@ -254,11 +269,6 @@ class Product {
                                         role_.group * kWarpGroupRows * kBoxRowBytes);
   }
   __device__ __forceinline__ uint32_t stage_weight() const { return memory_.weight(state_.stage); }
-  // Of a row of the warp group.
-  __device__ __forceinline__ float load_block_scale(int row) const {
-    return __uint_as_float(
-        load_shared(memory_.block_scales(state_.stage) + (role_.group * kWarpGroupRows + row) * 4));
-  }
 
   // Lets the loaders of both blocks overwrite the stage.
   __device__ __forceinline__ void release(int stage) const {
@@ -297,7 +307,8 @@ class Product {
                MatrixBox{tile.column + box * M::kOutBoxColumns, first_row});
   }
 
-  __device__ __forceinline__ void store(const ProductTile& tile, int first_row, const ProductRows& rows,
+  __device__ __forceinline__ void store(const ProductTile& tile, int first_row,
+                                        const ProductRows<kOperands>& rows,
                                         const float2 (&factors)[kThreadColumns], float (&sums)[kValues]) {
     const uint32_t columns = memory_.factors(role_.group);
 #pragma unroll
@@ -312,7 +323,7 @@ class Product {
       const float4 pair = load_shared_float4(columns + (8 * j + 2 * (role_.lane % 4)) * sizeof(float2));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float row_scale = kOperands == Operands::kFp8Rows ? rows.scales[i] : 1.0f;
+        const float row_scale = kOperands == Operands::kFp8Rows ? rows.next[i] : 1.0f;
         float* values = sums + 4 * j + 2 * i;
         values[0] = fmaf(values[0], row_scale * pair.x, pair.y);
         values[1] = fmaf(values[1], row_scale * pair.z, pair.w);
@@ -346,7 +357,7 @@ class Product {
 
   // TMA cannot write rows whose distance is no multiple of 16 bytes.
   __device__ __forceinline__ void store_unmapped(const ProductTile& tile, int first_row,
-                                                 const ProductRows& rows,
+                                                 const ProductRows<kOperands>& rows,
                                                  const float (&values)[kValues]) const {
     using T = typename Output::Element;
     const LinearLayer& layer = params_.args.layers[tile.layer];
@@ -394,8 +405,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   const WarpRole role;
   const int rank = static_cast<int>(blockIdx.x) % kProductClusterBlocks;
   if (threadIdx.x == 0) {
-    memory.ring().init(kOperands == Operands::kFp8Blocks ? 1 + kWarpThreads : 1,
-                       kProductClusterBlocks * kProductGroups * kWarpGroupWarps);
+    memory.ring().init(1, kProductClusterBlocks * kProductGroups * kWarpGroupWarps);
     if constexpr (Output::kHasResidual)
       for (int group = 0; group < kProductGroups; ++group) memory.residual(group).init(1);
     fence_mbarrier_init();
@@ -405,8 +415,6 @@ __global__ void __launch_bounds__(kProductThreads, 1)
   if (role.is_loader()) {
     setmaxnreg_dec<kLoadRegisters>();
     if (role.thread == 0) load_product_tiles<kOperands>(params, memory, rank);
-    if constexpr (kOperands == Operands::kFp8Blocks)
-      if (role.warp == 1) load_block_scales(params, memory, rank, role.lane);
     __syncwarp();
   } else {
     setmaxnreg_inc<kMultiplyRegisters>();
@@ -441,7 +449,8 @@ inline int product_clusters(const char* operation, Stream stream) {
 // more than its products do.
 inline int64_t product_cycles(const LinearParams& args, int columns, int clusters) {
   const bool is_16_bit = args.x_scale == nullptr;
-  const int64_t fp8_stage = columns == 128 ? 565 : 807, end = 14 * columns;
+  const int64_t of_rows = columns == 128 ? 542 : 800, of_blocks = columns == 128 ? 680 : 887;
+  const int64_t fp8_stage = args.x_is_blocked ? of_blocks : of_rows, end = 14 * columns;
   const int64_t stage = is_16_bit ? 4 * columns + 48 : fp8_stage;
   int64_t column_tiles = 0;
   for (int i = 0; i < args.layer_count; ++i)

@@ -5,7 +5,6 @@
 #include "fast_divisor.cuh"
 #include "launch.cuh"
 #include "params.h"
-#include "reduce.cuh"
 #include "tensor_copy.cuh"
 #include "warp_group.cuh"
 
@@ -35,7 +34,6 @@ struct ProductMemory {
   static constexpr uint32_t kXBytes = kProductTileRows * kBoxRowBytes;
   static constexpr uint32_t kWeightBytes = kColumns * kBoxRowBytes;
   static constexpr uint32_t kStageBytes = kXBytes + kWeightBytes;
-  static constexpr uint32_t kBlockScaleBytes = kProductTileRows * sizeof(float);  // of each stage
   static constexpr int kOutBoxRowBytes = kOutRowBytes<kColumns, kElementBytes>;
   static constexpr uint32_t kOutBoxBytes = kWarpGroupRows * kOutBoxRowBytes;
   static constexpr int kOutBoxColumns = kOutBoxRowBytes / kElementBytes;
@@ -46,8 +44,8 @@ struct ProductMemory {
   static constexpr uint32_t kBarrierBytes = 256;
   static constexpr uint32_t kOtherBytes = kOutBytes + kProductGroups * kFactorBytes + kBarrierBytes;
   static constexpr int kStages =
-      static_cast<int>((kMaxSharedBytes - kSwizzleBytes - kOtherBytes) / (kStageBytes + kBlockScaleBytes));
-  static constexpr int64_t kBytes = kSwizzleBytes + kStages * (kStageBytes + kBlockScaleBytes) + kOtherBytes;
+      static_cast<int>((kMaxSharedBytes - kSwizzleBytes - kOtherBytes) / kStageBytes);
+  static constexpr int64_t kBytes = kSwizzleBytes + kStages * kStageBytes + kOtherBytes;
   using StageRing = Ring<kStages>;
   static_assert(StageRing::kBytes + kProductGroups * Barrier::kBytes <= kBarrierBytes);
 
@@ -62,11 +60,7 @@ struct ProductMemory {
   __device__ __forceinline__ uint32_t factors(int group) const {
     return out(kProductGroups) + group * kFactorBytes;
   }
-  // The scales of the blocks of x that a stage has.
-  __device__ __forceinline__ uint32_t block_scales(int stage) const {
-    return factors(kProductGroups) + stage * kBlockScaleBytes;
-  }
-  __device__ __forceinline__ StageRing ring() const { return {block_scales(kStages)}; }
+  __device__ __forceinline__ StageRing ring() const { return {factors(kProductGroups)}; }
   __device__ __forceinline__ Barrier residual(int group) const {
     return {ring().address + StageRing::kBytes + group * Barrier::kBytes};
   }
@@ -154,37 +148,6 @@ __device__ __forceinline__ void load_product_tiles(const ProductParams& params, 
     for (int k = 0; k < params.low_stages[tile.layer]; ++k) {
       const LowStage stage(params, tile.layer, k);
       load(params.lows[tile.layer], stage.low_column, params.ups[tile.layer][stage.up], stage.column);
-    }
-  }
-}
-
-// Loads the scales of x's blocks to the stages that load_product_tiles fills. A warp calls it.
-template <class M>
-__device__ __forceinline__ void load_block_scales(const ProductParams& params, const M& memory, int rank,
-                                                  int lane) {
-  constexpr int kLaneRows = kProductTileRows / kWarpThreads;
-  const auto ring = memory.ring();
-  RingState<typename M::StageRing> state;
-  for (int index = blockIdx.x / kProductClusterBlocks; index < params.tiles();
-       index += gridDim.x / kProductClusterBlocks) {
-    const ProductTile tile(params, index, rank, M::kColumns);
-    const float* scales[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-      const int64_t row = min(int64_t{tile.row + lane + i * kWarpThreads}, params.args.rows - 1);
-      scales[i] = params.args.x_scale + row * params.depth_tiles;
-    }
-    const int stages = params.depth_tiles + params.low_stages[tile.layer];
-    for (int k = 0; k < stages; ++k) {
-      state.wait_empty(ring);
-      if (k < params.depth_tiles) {
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i)
-          cp_async_word(memory.block_scales(state.stage) + (lane + i * kWarpThreads) * sizeof(float),
-                        scales[i] + k);
-      }
-      cp_async_arrive(ring.full(state.stage));
-      state.advance();
     }
   }
 }

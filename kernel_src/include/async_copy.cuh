@@ -67,16 +67,6 @@ __device__ __forceinline__ void cp_async(uint4* shared, const void* global) {
                : "memory");
 }
 
-// Copies 4 bytes, by way of L1.
-__device__ __forceinline__ void cp_async_word(uint32_t shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// Arrives at the barrier when this thread's copies have arrived.
-__device__ __forceinline__ void cp_async_arrive(Barrier barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier.address) : "memory");
-}
-
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // An mbarrier that is used for one phase, which ends when the expected bytes have arrived (the transaction

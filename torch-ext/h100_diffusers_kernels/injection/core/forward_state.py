@@ -142,7 +142,7 @@ class Family(NamedTuple):
     once: tuple[str, ...]
     layers: Any
     outside: Mapping[str, PatchSpec] = MappingProxyType({})
-    int8_tiers: tuple[str, ...] = ()
+    int8_tiers: tuple[str, ...] = ("fp8-fast",)
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:

@@ -27,7 +27,7 @@ from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts, apply_norm
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
-from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, FP8_FAST, Layers
+from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
 _MODELS = "diffusers.models.transformers."
 # Number of the text encoder's tokens. In a context, image tokens come first.
@@ -176,7 +176,7 @@ _LAYERS = Layers(
 
 def _family(name: str, *specs: PatchSpec) -> Family:
     specs = *specs, TIMESTEPS, linears.LINEAR_GELU
-    return Family(name, specs, _ONCE, _LAYERS, int8_tiers=(FP8_FAST,))
+    return Family(name, specs, _ONCE, _LAYERS)
 
 
 def _copy(name: str, module: str, model: str) -> Family:
