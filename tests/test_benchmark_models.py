@@ -109,6 +109,11 @@ def test_a_model_with_all_of_its_blocks(published):
     assert {p.data_ptr() for p in model.parameters()} == places
     for name, count in published.published_blocks.items():
         assert len(set(model.get_submodule(name))) == count
+    norms = list(models._norms(model))
+    before = [weight + added for weight, added in norms]
+    with models.weights(model, "peaked"):
+        factors = [(w + added) / b for (w, added), b in zip(norms, before, strict=True)]
+    assert all(factor.nanmedian() < 2 for factor in factors)
 
 
 @every_model

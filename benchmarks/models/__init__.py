@@ -184,8 +184,9 @@ def weights(model: torch.nn.Module, name: str) -> Iterator[None]:
     it is those of the projections. Where a norm has no weight, a head whose query and key keep only one of
     s² dimensions has scores s times as large: the norm makes these s times as large.
     """
-    norms = list(_norms(model))
-    projections = list(_projections(model))
+    # Blocks may share their weights.
+    norms = list({weight.data_ptr(): (weight, *rest) for weight, *rest in _norms(model)}.values())
+    projections = list({w.data_ptr(): (w, *rest) for w, *rest in _projections(model)}.values())
     changed = [weight for weight, *_ in (*norms, *projections)]
     random = [weight.detach().clone() for weight in changed]
     std = ALL_WEIGHTS[name]

@@ -10,7 +10,7 @@ set of weights and take turns, first with random weights, then with query and ke
 peaked as in trained models (models.WEIGHTS). --weights outliers adds outlier channels. The weights change in
 place, without another compilation or injection. Also recorded: CPU time, GPU time by kernel class, and each
 mode's distance from the float32 model; with --peak-memory the memory that each mode needs alone. --whole
-adds blocks up to the published number, over the weights of those that there are.
+adds blocks up to the published number, over the weights of those that there are, and only times them.
 Writes to benchmarks/results/models.json, with modes in FP8 to fp8_models.json, where results with a compiled
 mode, or with --calls, have names of their own:
 
@@ -117,8 +117,8 @@ def distances(
 
     The ratio is None if eager is the float32 model itself.
     """
-    eager = models.output_of(model(**arguments))
     outputs = {mode: models.output_of(forward()).clone() for mode, forward in forwards.items()}
+    eager = outputs["eager"] if "eager" in outputs else models.output_of(model(**arguments))
     entries = {
         mode: {"distance_from_eager": finite_distance(output, eager)}
         for mode, output in outputs.items()
@@ -148,10 +148,12 @@ def measure_weights(
     timing.interleave(consecutive, 0 if settings.is_whole else WARM_UP_ROUNDS, device)
     with clocks.watch(device) as clock:
         samples = timing.interleave(consecutive, settings.rounds, device, pause_s=settings.pause_s)
-    rounds = 1 if settings.is_whole else min(HOST_ROUNDS, settings.rounds)
+    rounds = 0 if settings.is_whole else min(HOST_ROUNDS, settings.rounds)
     host = timing.interleave(forwards, rounds, device, timing.host_microseconds)
     for mode, entry in modes.items():
         entry["ms"] = timing.summarize([time_ / settings.calls for time_ in samples[mode]])
+        if settings.is_whole:
+            continue
         entry["host_ms"] = timing.summarize([time_ / 1e3 for time_ in host[mode]])
         if device.type == "cuda":
             events = kernel_times.trace(forwards[mode], settings.profiled_calls)
@@ -176,7 +178,8 @@ def measure_size(
         "compiled_in_s": {},
     }
 
-    model(**arguments)  # loads the libraries before the first mode
+    if not settings.is_whole:
+        model(**arguments)  # loads the libraries before the first mode
     forwards, quantized, graphs = {}, [], []
     for mode in settings.modes:
         instance = models.twin_for(model, mode)
@@ -259,7 +262,7 @@ def show_times(title: str, result: dict) -> None:
         median = entry["ms"]["median"]
         row = [mode, median, 100 * entry["ms"]["spread"]]
         row += [result["speedups"][mode].get(other) for other in COMPARED]
-        row += [entry["host_ms"]["median"], entry.get("distance_over_eager")]
+        row += [entry.get("host_ms", {}).get("median"), entry.get("distance_over_eager")]
         if "kernels" in entry:
             kernels = entry["kernels"]
             row += [kernels["classes"][key]["ms"] for key in kernel_times.CLASSES]
@@ -314,7 +317,7 @@ def measure_model(
         result["sizes"][str(size)] = {**measured, **peaks.get(size, {})}
         if path is not None:
             record.write(path, result)
-        if device.type == "cuda":
+        if device.type == "cuda" and not settings.is_whole:
             for name, of_weights in result["sizes"][str(size)]["weights"].items():
                 show_kernels(f"{published.key}, {size}, {name}", of_weights["modes"])
     click.echo(f"\n{result['model']}")
@@ -343,7 +346,7 @@ def destination(
             name, neutral = "fp8_models/{}_back_to_back", (*neutral, "calls")
         elif is_whole:
             name, default = "fp8_models/{}_whole", ("eager", "injected", models.PRECISION_FAST)
-            neutral += ("is_whole", "sizes", "rounds", "profiled_calls")
+            neutral += ("is_whole", "sizes", "rounds")
     name = name.format(published.key)
     if output is not None and several:
         return output / f"{name}.json"
