@@ -25,6 +25,7 @@ MODE_NAMES = {
     "injected+int8": '`attention="int8"`',
     "eager+fp8": "FP8 by torchao",
     "injected+fp8": "FP8 by torchao, injected",
+    "injected+fp8+int8": 'FP8 by torchao, injected, `attention="int8"`',
     "injected+precision-fp8": '`precision="fp8"`',
     "injected+precision-fp8-fast": '`precision="fp8-fast"`',
 }

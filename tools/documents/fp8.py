@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import models
+from benchmarks.harness import history
 
 from . import chosen
 from .common import (
@@ -15,10 +16,12 @@ from .common import (
     load,
     markdown,
     milliseconds,
+    number,
     setup,
     size_name,
     span,
     table,
+    there,
     times,
 )
 from .pipelines import FP8, gibibytes, label, run_of, seconds
@@ -156,33 +159,47 @@ def fp8_memory(results: Path) -> str:
 
 @table
 def fp8_pipelines(results: Path) -> str:
-    """Whole pipelines with `precision=`: time, energy, memory, time of the injection with two steps."""
-    return of_pipelines(run_of(results, models.PRECISION_FAST), models.PRECISION_MODES)
+    """Whole pipelines with `precision="fp8"`: time, energy, memory, time of the injection with two steps."""
+    run = run_of(results, FP8)
+    return of_pipelines(run["pipelines"], FP8) + setup(run)
 
 
 @table
 def int8_pipelines(results: Path) -> str:
-    """Whole pipelines with attention in 8 bits."""
-    return of_pipelines(
-        load(results, "pipelines/int8"), (models.INT8_ATTENTION, models.PRECISION_FAST)
-    )
+    """Whole pipelines with `precision="fp8-fast"`, which has attention in 8 bits."""
+    run = there(history.gathered("pipelines/int8", "pipelines", label, results), "pipelines/int8")
+    return of_pipelines(run["pipelines"], models.PRECISION_FAST) + setup(*run["runs"])
 
 
-def of_pipelines(run: dict, modes: Iterable[str]) -> str:
+def of_pipelines(entries: Iterable[dict], mode: str) -> str:
     rows = []
-    for entry in run["pipelines"]:
+    for entry in entries:
         measured = entry["modes"]
-        for mode in filter(measured.__contains__, modes):
-            row = [f"{label(entry)}, {MODE_NAMES[mode]}"]
-            row += [f"{seconds(entry, name):.2f} s" for name in ("eager", "injected", mode)]
-            over = [chosen.over(entry, name, mode) for name in ("eager", "injected")]
-            row.append(", ".join(map(times, over)))
-            row.append(times(chosen.ratio(entry, "joules", "injected", mode)))
-            row.append(" / ".join(gibibytes(measured[name]) for name in ("injected", mode)))
-            rows.append([*row, f"{measured[mode]['first_steps_s']:.1f} s"])
-    headers = ["pipeline, options", "eager", "injected", "in 8 bits", "over eager, over injected"]
+        row = [label(entry)]
+        row += [number(seconds(entry, name), "s", 2) for name in ("eager", "injected", mode)]
+        over = [chosen.over(entry, name, mode) for name in ("eager", "injected")]
+        row.append(", ".join(times(ratio) for ratio in over if ratio is not None))
+        row.append(times(chosen.ratio(entry, "joules", "injected", mode)))
+        row.append(" / ".join(gibibytes(measured[name]) for name in ("injected", mode)))
+        rows.append([*row, f"{measured[mode]['first_steps_s']:.1f} s"])
+    headers = ["pipeline", "eager", "injected", "in 8 bits", "over eager, over injected"]
     headers += ["energy over injected's", "memory injected / in 8 bits", "injection and two steps"]
-    return markdown(rows, headers) + setup(run)
+    return markdown(rows, headers)
+
+
+@table
+def int8_forward(results: Path) -> str:
+    """One forward of a whole video model, with attention in 8 bits and without."""
+    result, rows = load(results, "fp8_models/wan_whole"), []
+    for size, entry in result["sizes"].items():
+        (of_weights,) = entry["weights"].values()
+        for mode, measured in of_weights["modes"].items():
+            over = (of_weights["speedups"][mode].get(other) for other in ("eager", "injected"))
+            time = f"{measured['ms']['median'] / 1e3:.2f} s"
+            rows.append([f"{result['model']} {size_name(size)}", MODE_NAMES[mode], time])
+            rows[-1] += [times(ratio) if ratio else "" for ratio in over]
+    headers = ["model", "options", "time", "over eager", "over injected"]
+    return markdown(rows, headers) + setup(result)
 
 
 @table

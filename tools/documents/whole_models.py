@@ -291,6 +291,11 @@ def quality(results: Path) -> str:
 
 
 @table
+def int8_quality(results: Path) -> str:
+    return videos(results, "quality/int8")
+
+
+@table
 def fp8_quality(results: Path) -> str:
     return videos(results, "quality/fp8")
 
