@@ -82,9 +82,10 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
-    """Ratios of a model's modes that took turns: each over eager and over torch.compile."""
+    """Ratios of a model's modes that took turns: over eager and torch.compile, or over injected."""
+    others = ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead")
     for mode, over in entry["speedups"].items():
-        for other in ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead"):
+        for other in others if "eager" in entry["modes"] else ("injected",):
             if other in over:
                 spreads = [entry["modes"][m][times]["spread"] for m in (mode, other)]
                 yield (f"{name}, {mode}", other), Ratio(over[other], combined(*spreads))
