@@ -175,7 +175,7 @@ def check_linear(kernel, arguments):
     assert out.is_contiguous()
     assert (out.shape, out.dtype, out.device) == (expected.shape, rounded.dtype, rounded.device)
     # Errors relative to the sum of the terms' magnitudes, which may cancel: of float32 sums, or of the tensor
-    # cores' sums of 128 products, which keep 14 bits of the largest one.
+    # cores' sums of up to 256 products, which keep 14 bits of the largest one.
     arithmetic = 4e-6 if out.is_cpu else 2**-12
     slack = arithmetic * references.linear_fp8(**magnitudes) + torch.finfo(out.dtype).tiny
     assert_rounded_once(out, expected, slack)

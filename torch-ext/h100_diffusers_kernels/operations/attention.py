@@ -205,8 +205,8 @@ def attention_int8(
 
     - the query has a scale for each token;
     - the key has a scale for the tokens of each tile of 128 with equal ``token % 8 // 2``. The mean over the
-      tokens, on CUDA over a sample of at least 2048, is subtracted first. It adds the same to all scores of a
-      query, so the softmax does not change. ``lse`` is corrected for it;
+      tokens, on CUDA over a sample of at least 512, is rounded to the dtype and subtracted first. It adds the
+      same to all scores of a query, so the softmax does not change. ``lse`` is corrected for it;
     - query and key are multiplied by a Hadamard matrix of 128 columns before they are rounded. This leaves
       their product, and spreads channels that are larger than others over all;
     - the value has a scale for each channel;

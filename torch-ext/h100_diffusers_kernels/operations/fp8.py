@@ -126,8 +126,8 @@ def linear_fp8(
         dtype: of the result, bfloat16 or float16.
 
     Returns:
-        A tensor ``(..., N)``. Sums of 128 products, of which a GPU keeps about 14 bits, are added in float32,
-        and the result is rounded once.
+        A tensor ``(..., N)``. Sums of 256 products, or of the 128 of a block of x, of which a GPU keeps about
+        14 bits, are added in float32, and the result is rounded once.
 
     Source: Hu et al., 2021 (LoRA), https://arxiv.org/abs/2106.09685.
     """
