@@ -72,7 +72,7 @@ struct Rows {
       for (int64_t d = 0; d < kColumns; ++d) sums[d] += row(token)[d];
     for (int64_t d = 0; d < kColumns; ++d)
       mean[d] = count == 0 ? 0.0f : static_cast<float>(sums[d] / static_cast<double>(count));
-    uint16_t rounded[kColumns];
+    float rounded[kColumns];  // large enough for every dtype
     store(dtype, rounded, 0, kColumns, mean);
     load(dtype, rounded, 0, kColumns, mean);
     for (int64_t token = 0; token < count; ++token)
