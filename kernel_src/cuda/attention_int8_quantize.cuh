@@ -269,27 +269,6 @@ struct NegativeMean {
   }
 };
 
-// Adds a b, of 16 x 16 and 16 x 8 elements.
-template <typename T>
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4],
-                                             const uint32_t (&b)[2]);
-template <>
-__device__ __forceinline__ void multiply_add<__half>(float (&sums)[4], const uint32_t (&a)[4],
-                                                     const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-template <>
-__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&sums)[4], const uint32_t (&a)[4],
-                                                            const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Eight rows of query or key in a warp, multiplied by a Hadamard matrix times the square root of its size.
 // A quad loads a row, each lane pieces that are a quad apart, so that the quad loads adjacent ones. The
 // matrix is a product of one for 16 columns, by which the tensor cores multiply, and one for the 8 groups
@@ -337,8 +316,8 @@ class RotatedRows {
         float (&sums)[4] = values_[2 * piece + word / 2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] = 0;
-        multiply_add<T>(sums, matrix, {words[word], words[word + 1]});
-        if constexpr (kSubtractsMean) multiply_add<T>(sums, matrix, {means[word], means[word + 1]});
+        multiply_16x8<T>(sums, matrix, words[word], words[word + 1]);
+        if constexpr (kSubtractsMean) multiply_16x8<T>(sums, matrix, means[word], means[word + 1]);
       }
     }
 #pragma unroll

@@ -38,19 +38,6 @@ __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities
 // Scores of one warp and key tile, computed again from global memory. A warp calls this without the other
 // warps of its group, which wgmma would need, and after the tiles in shared memory may have been overwritten.
 
-// c += a b for 16 x 16 and 16 x 8 matrices. Unlike wgmma it is synchronous and takes one warp.
-template <typename T>
-__device__ __forceinline__ void multiply_16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                              uint32_t b1);
-template <>
-__device__ __forceinline__ void multiply_16x8<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4],
-                                                             uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Computes S = Q K^T of this warp's 16 queries and the keys from `key` on, in the layout of wgmma. All rows
 // are aligned to 16 bytes.
 //

@@ -38,6 +38,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "async_copy.cuh"
 #include "tensor_copy.cuh"
@@ -187,6 +188,22 @@ H100_PRODUCTS(__half, "f16");
 #undef H100_PRODUCT
 #undef H100_OF_SHARED
 #undef H100_OF_REGISTERS
+
+// c += a b for 16 x 16 and 16 x 8 matrices. Unlike wgmma it is synchronous and takes one warp.
+template <typename T>
+__device__ __forceinline__ void multiply_16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1) {
+#define H100_MULTIPLY(type)                                                  \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+  if constexpr (std::is_same_v<T, __half>)
+    H100_MULTIPLY("f16");
+  else
+    H100_MULTIPLY("bf16");
+#undef H100_MULTIPLY
+}
 
 // Orders register accesses before the next wgmma. All threads of the warp group call it.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -102,7 +102,8 @@ def inject_kernels(
         attention: whether attention itself runs on this package's kernel, too. False leaves it to
             diffusers and replaces what comes before and after it. "int8" computes long attention without a
             mask in 8 bits: of at least 4096 queries and keys, with heads of more than 64 elements. "16-bit"
-            computes none in 8 bits. True means "16-bit", and with a precision "int8" for some families.
+            computes none in 8 bits. True means "int8" with "fp8-fast", and with "fp8" in some video models;
+            otherwise "16-bit".
         cuda_graphs: whether each model's forward is captured into a CUDA graph at the second call of a kind
             and replayed from then on, if no gradients are asked for. Calls share a graph if everything
             except tensor values matches: shapes, dtypes, other arguments and PyTorch's settings. The result
