@@ -8,7 +8,7 @@
 
 #define H100_EACH_FAMILY(apply)                                                                           \
   apply(norm) apply(group_norm) apply(channel_rms_norm) apply(qk_norm_rope) apply(rope) apply(activation) \
-      apply(softmax) apply(attention) apply(fp8) apply(linear) apply(lora_down)
+      apply(softmax) apply(conv3d) apply(attention) apply(fp8) apply(linear) apply(lora_down)
 
 namespace h100_diffusers_kernels {
 

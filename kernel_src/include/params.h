@@ -175,6 +175,46 @@ struct ChannelRmsNormParams {
 
 void channel_rms_norm(const ChannelRmsNormParams& params, Stream stream);
 
+// What a convolution reads beyond the first and last rows and columns. kReflect: the ones inside of these.
+enum class Border : int32_t { kZeros, kReplicate, kReflect };
+
+constexpr int64_t kMaxConvTaps = 3;  // of a dimension
+
+// Convolution of videos (batch, channels, frames, height, width) whose channels have stride 1, in steps of 1.
+// `previous`, if it is not null, has frames that come before those of x. `front` frames come before all,
+// zeros or the first one again; behind the last one as many as out_frames need. out is dense, with channels
+// last. The weight is a dense (out_channels, channels, taps...).
+struct Conv3dParams {
+  DType dtype;
+  int64_t batch, channels, frames, height, width;  // of x
+  int64_t previous_frames;                         // 0 without `previous`
+  int64_t out_channels, out_frames, out_height, out_width;
+  int64_t taps[3];     // frames, rows, columns: at most kMaxConvTaps
+  int64_t front;       // less than taps[0]
+  int64_t padding[2];  // before the first row and column: less than taps[1], taps[2]
+  bool replicates_frames;
+  Border border;
+  const void* x;
+  int64_t x_strides[4];  // batch, frame, row, column
+  const void* previous;
+  int64_t previous_strides[4];
+  const void* weight;
+  const void* bias;  // (out_channels,); may be null
+  void* out;
+  void* workspace;  // of conv3d_workspace_bytes
+
+  // The frame that a tap of an output frame reads, counted from the first of `previous`; -1 for zeros.
+  constexpr int64_t source_frame(int64_t out_frame, int64_t tap) const {
+    const int64_t frame = out_frame + tap - front, count = previous_frames + frames;
+    if (frame >= 0 && frame < count) return frame;
+    if (!replicates_frames) return -1;
+    return frame < 0 ? 0 : count - 1;
+  }
+};
+
+int64_t conv3d_workspace_bytes(const Conv3dParams& params);
+void conv3d(const Conv3dParams& params, Stream stream);
+
 // RMS norm across the heads of a token or of each head, or LayerNorm of each head.
 enum class NormScope : int32_t { kNone, kAcrossHeads, kPerHead, kLayerPerHead };
 

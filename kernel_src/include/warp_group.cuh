@@ -48,7 +48,8 @@
 #define H100_OUT_8(d, i)                                                                      \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define H100_OUT_32(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8), H100_OUT_8(d, 16), H100_OUT_8(d, 24)
+#define H100_OUT_16(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8)
+#define H100_OUT_32(d) H100_OUT_16(d), H100_OUT_8(d, 16), H100_OUT_8(d, 24)
 #define H100_OUT_36(d) H100_OUT_32(d), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
 #define H100_OUT_40(d) H100_OUT_32(d), H100_OUT_8(d, 32)
 #define H100_OUT_48(d) H100_OUT_40(d), H100_OUT_8(d, 40)
@@ -56,9 +57,11 @@
 #define H100_OUT_64(d) H100_OUT_56(d), H100_OUT_8(d, 56)
 
 // Operands %0 to %n - 1, without braces.
-#define H100_REGISTERS_32                                                           \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17," \
-  " %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define H100_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define H100_REGISTERS_16 H100_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define H100_REGISTERS_32 \
+  H100_REGISTERS_16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define H100_REGISTERS_36 H100_REGISTERS_32 ", %32, %33, %34, %35"
 #define H100_REGISTERS_40 H100_REGISTERS_36 ", %36, %37, %38, %39"
 #define H100_REGISTERS_48 H100_REGISTERS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -149,21 +152,30 @@ struct Wgmma;
   }
 // a_from_shared has a and b in shared memory, and the inner dimension along their rows. The numbers are those
 // of a, b and accumulate.
-#define H100_OF_SHARED(type, columns, values, a0, b0, flag)                                       \
-  __device__ __forceinline__ static void a_from_shared(float (&d)[values], MatrixDescriptor a,    \
-                                                       MatrixDescriptor b, bool accumulate) {     \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #flag                     \
-                 ", 0;\n"                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type            \
-                 " {" H100_REGISTERS_##values "}, %" #a0 ", %" #b0 ", accumulate, 1, 1, 0, 0;\n}" \
-                 : H100_OUT_##values(d)                                                           \
-                 : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));  \
+#define H100_OF_SHARED(type, columns, values, a0, b0, flag)                                            \
+  template <class Descriptor>                                                                          \
+  __device__ __forceinline__ static void a_from_shared(float (&d)[values], Descriptor a, Descriptor b, \
+                                                       bool accumulate) {                              \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #flag                          \
+                 ", 0;\n"                                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                 \
+                 " {" H100_REGISTERS_##values "}, %" #a0 ", %" #b0 ", accumulate, 1, 1, 0, 0;\n}"      \
+                 : H100_OUT_##values(d)                                                                \
+                 : "l"(a.descriptor()), "l"(b.descriptor()), "r"(static_cast<int>(accumulate)));       \
   }
 #define H100_PRODUCTS(T, type)                               \
+  template <>                                                \
+  struct Wgmma<T, 32> {                                      \
+    H100_OF_SHARED(type, 32, 16, 16, 17, 18)                 \
+  };                                                         \
   H100_PRODUCT(T, type, 64, 32, 32, 33, 34, 35, 36, 37);     \
   H100_PRODUCT(T, type, 72, 36, 36, 37, 38, 39, 40, 41);     \
   H100_PRODUCT(T, type, 80, 40, 40, 41, 42, 43, 44, 45);     \
-  H100_PRODUCT(T, type, 96, 48, 48, 49, 50, 51, 52, 53);     \
+  template <>                                                \
+  struct Wgmma<T, 96> {                                      \
+    H100_OF_REGISTERS(type, 96, 48, 48, 49, 50, 51, 52, 53)  \
+    H100_OF_SHARED(type, 96, 48, 48, 49, 50)                 \
+  };                                                         \
   H100_PRODUCT(T, type, 112, 56, 56, 57, 58, 59, 60, 61);    \
   template <>                                                \
   struct Wgmma<T, 128> {                                     \
@@ -351,9 +363,6 @@ struct Int8Wgmma {
 template <typename T, int kColumns>
 struct WgmmaAlongRows;
 
-#define H100_OUT_16(d) H100_OUT_8(d, 0), H100_OUT_8(d, 8)
-#define H100_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define H100_REGISTERS_16 H100_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define H100_PRODUCT(T, type, columns, values, out, a0, a1, a2, a3, b_operand, flag)                        \
   template <>                                                                                               \
   struct WgmmaAlongRows<T, columns> {                                                                       \

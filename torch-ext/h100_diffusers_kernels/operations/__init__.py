@@ -24,6 +24,7 @@ a fake of each operator. ``calls`` and ``conditions`` are shared.
 from .activation import geglu, geglu_fp8, gelu, gelu_fp8, silu, swiglu, swiglu_fp8
 from .attention import attention, attention_int8
 from .channel_rms_norm import channel_rms_norm
+from .conv3d import conv3d
 from .fp8 import (
     linear_fp8,
     linear_gated_residual_fp8,
