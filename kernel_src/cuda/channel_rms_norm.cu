@@ -8,8 +8,8 @@
 // three bytes through L2 for every two. Tensors with more channels, of which decoders have only small ones,
 // do that: a block takes their channels in chunks, keeps the last one and reads the others again.
 //
-// With channels last, a few lanes of a warp share a position, as in row_norm.cuh, and read its channels again
-// from the L1 cache.
+// With channels last, a few lanes of a warp share a position. They keep up to 1024 channels in registers, 512
+// in float32, and take more of them in chunks, too.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -190,10 +190,11 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpThreads, (kMinBlocks<T, kHasLa
 // Channels last
 
 constexpr int kChannelsLastThreads = 256;
+constexpr int kLanePacks = 4;  // that a thread keeps of a position
 static_assert(kMultiprocessorThreads % kChannelsLastThreads == 0);
 
 template <typename T, Access kAccess>
-__global__ void __launch_bounds__(kChannelsLastThreads)
+__global__ void __launch_bounds__(kChannelsLastThreads, 4)
     channel_rms_norm_channels_last_kernel(const __grid_constant__ ChannelRmsNormKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
   // A lane adds one element at a time in the second case.
@@ -204,43 +205,62 @@ __global__ void __launch_bounds__(kChannelsLastThreads)
   const uint32_t in_sample = position - sample * params.by_sample.divisor;
   const uint32_t frame = params.by_frame.divide(in_sample);
   const uint32_t pixel = in_sample - frame * params.by_frame.divisor;
-  const uint32_t packs = position < params.positions ? params.packs : 0;
+  const uint32_t count = position < params.positions ? params.packs : 0;
   const T* in = static_cast<const T*>(params.x) + sample * params.x_strides[0] + frame * params.x_strides[2] +
                 pixel * params.x_strides[3];
   T* out = static_cast<T*>(params.out) + position * params.channels;
   griddepcontrol_wait();
 
+  Pack<T, kSize> packs[kLanePacks];  // of a chunk
+  const auto pack_at = [&](uint32_t chunk, int i) {
+    return (chunk * kLanePacks + i) * params.lanes + thread;
+  };
+  const auto load = [&](uint32_t chunk) {
+#pragma unroll
+    for (int i = 0; i < kLanePacks; ++i) {
+      packs[i] = {};
+      if (const uint32_t pack = pack_at(chunk, i); pack < count) packs[i].load(in + int64_t{pack} * kSize);
+    }
+  };
   Total squares = 0;
-  for (uint32_t pack = thread; pack < packs; pack += params.lanes) {
-    float values[kSize];
-    load_floats(in + int64_t{pack} * kSize, values);
-    squares += tree_sum<kSize>([&](int j) { return values[j] * values[j]; });
+  for (uint32_t chunk = 0; chunk < params.chunks; ++chunk) {
+    load(chunk);
+#pragma unroll
+    for (int i = 0; i < kLanePacks; ++i) {
+      float values[kSize];
+      packs[i].to_floats(values);
+      squares += tree_sum<kSize>([&](int j) { return values[j] * values[j]; });
+    }
   }
   for (uint32_t lanes = params.lanes / 2; lanes > 0; lanes /= 2)
     squares += __shfl_xor_sync(0xffffffffu, squares, lanes);
   const Statistic<T> rms_scale =
       rms_scale_of<T>(static_cast<RowSum<T>>(squares), params.channels, params.eps);
 
-  for (uint32_t pack = thread; pack < packs; pack += params.lanes) {
-    const int64_t channel = int64_t{pack} * kSize;
-    Pack<T, kSize> x;
-    x.load(in + channel);
-    float weight[kSize], bias[kSize], values[kSize];
-    load_values<T>(params.weight, channel, params.operands_are_aligned, 1.0f, weight);
-    load_values<T>(params.bias, channel, params.operands_are_aligned, 0.0f, bias);
-    x.to_floats(values);
+  for (uint32_t chunk = params.chunks; chunk-- > 0;) {
+    if (chunk + 1 < params.chunks) load(chunk);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) values[j] = fmaf(rms_scale.times(values[j]), weight[j], bias[j]);
-    if (params.scale.data != nullptr || params.shift.data != nullptr) {
-      float scale[kSize], shift[kSize];
-      load_values<T>(params.scale, sample * params.scale.strides[0] + channel, params.operands_are_aligned,
-                     0.0f, scale);
-      load_values<T>(params.shift, sample * params.shift.strides[0] + channel, params.operands_are_aligned,
-                     0.0f, shift);
+    for (int i = 0; i < kLanePacks; ++i) {
+      const uint32_t pack = pack_at(chunk, i);
+      if (pack >= count) break;
+      const int64_t channel = int64_t{pack} * kSize;
+      float weight[kSize], bias[kSize], values[kSize];
+      load_values<T>(params.weight, channel, params.operands_are_aligned, 1.0f, weight);
+      load_values<T>(params.bias, channel, params.operands_are_aligned, 0.0f, bias);
+      packs[i].to_floats(values);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) values[j] = fmaf(values[j], 1.0f + scale[j], shift[j]);
+      for (int j = 0; j < kSize; ++j) values[j] = fmaf(rms_scale.times(values[j]), weight[j], bias[j]);
+      if (params.scale.data != nullptr || params.shift.data != nullptr) {
+        float scale[kSize], shift[kSize];
+        load_values<T>(params.scale, sample * params.scale.strides[0] + channel, params.operands_are_aligned,
+                       0.0f, scale);
+        load_values<T>(params.shift, sample * params.shift.strides[0] + channel, params.operands_are_aligned,
+                       0.0f, shift);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) values[j] = fmaf(values[j], 1.0f + scale[j], shift[j]);
+      }
+      store_activated(out + channel, values, params.silu);
     }
-    store_activated(out + channel, values, params.silu);
   }
 }
 
@@ -291,7 +311,8 @@ void launch_channels_last(ChannelRmsNormKernelParams params, Stream stream) {
   params.packs = static_cast<uint32_t>(params.channels / kPackSize<T, kAccess>);
   params.positions = static_cast<uint32_t>(params.batch * params.frames * params.pixels);
   params.lanes = 1;
-  while (params.lanes < std::min<uint32_t>(params.packs, kWarpThreads)) params.lanes *= 2;
+  while (params.lanes < kWarpThreads && params.lanes * kLanePacks < params.packs) params.lanes *= 2;
+  params.chunks = static_cast<uint32_t>(ceil_divide(params.packs, params.lanes * kLanePacks));
   params.by_sample.set(static_cast<uint32_t>(params.frames * params.pixels));
   params.by_frame.set(static_cast<uint32_t>(params.pixels));
   params.operands_are_aligned = has_aligned_operands(params);

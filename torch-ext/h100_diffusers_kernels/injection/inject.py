@@ -20,6 +20,7 @@ from .core.forward_state import COMPUTED_ONCE, Family
 from .core.patch import INJECTION, UNKNOWN_FORWARD, Injection, PatchSpec, StandIn
 from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .decoders.blocks import DECODERS
+from .decoders.convolutions import CONVOLUTIONS, IMAGE_CONVOLUTION
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
 from .families import IN_PART as _IN_PART_OF_FAMILIES
@@ -159,7 +160,7 @@ def inject_kernels(
             report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
-            has_graphs = is_alone or not type(model).__module__.startswith(_AUTOENCODERS)
+            has_graphs = is_alone or not _is_autoencoder(model)
             plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
@@ -268,7 +269,8 @@ def _plan(
         )
     attention, tiers = options["attention"], () if family is None else family.int8_tiers
     is_int8 = attention == INT8 or (attention is True and options["precision"] in tiers)
-    injection = Injection(name, {**options, "is_int8": is_int8}, weakref.ref(model))
+    more = {"is_int8": is_int8, "is_autoencoder": _is_autoencoder(model)}
+    injection = Injection(name, {**options, **more}, weakref.ref(model))
     report = injection.report
     plan = _Plan(model, injection)
     stand_ins = plan.stand_ins
@@ -324,8 +326,9 @@ def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) ->
 
 def _specs_in_part(model: nn.Module) -> _Specs:
     inner: set[int] = set()  # modules that the stand-in of the module around them replaces, too
+    known = (*_IN_PART, IMAGE_CONVOLUTION) if _is_autoencoder(model) else _IN_PART
     for name, module in model.named_modules():
-        spec = next((spec for spec in _IN_PART if spec.matches(module)), attention_spec(module))
+        spec = next((spec for spec in known if spec.matches(module)), attention_spec(module))
         inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))
         if spec is not None and id(module) not in inner:
             yield name, module, spec
@@ -476,6 +479,10 @@ def _models_in(
         yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)
 
 
+def _is_autoencoder(model: nn.Module) -> bool:
+    return type(model).__module__.startswith(_AUTOENCODERS)
+
+
 def family_of(module: nn.Module) -> Family | None:
     """The family whose model the module is, subclasses included, or None."""
     return next((f for f in FAMILIES if any(spec.matches(module) for spec in f.models)), None)
@@ -488,5 +495,6 @@ _IN_PART: tuple[PatchSpec, ...] = (
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,
+    *CONVOLUTIONS,
     *DECODER_LAYERS,
 )

@@ -132,7 +132,8 @@ class Injection:
     """The injection of one model: shared state of its stand-ins.
 
     Attributes:
-        options: the options of ``inject_kernels``; ``is_int8``: whether long attention runs in 8 bits.
+        options: the options of ``inject_kernels``; ``is_int8``: whether long attention runs in 8 bits;
+            ``is_autoencoder``: whether activations have channels last inside of it.
         model: a weak reference to the model.
         report: replaced modules, and modules left alone, by their names in the model.
         is_over: whether the kernels were ejected. Users' wrappers may still hold stand-ins.

@@ -27,12 +27,14 @@ from ..parts.norms import read_norm, scale_and_shift
 _FILES = "diffusers.models.autoencoders."
 WAN, QWEN = f"{_FILES}autoencoder_kl_wan:Wan", f"{_FILES}autoencoder_kl_qwenimage:QwenImage"
 QWEN21 = f"{_FILES}autoencoder_kl_qwenimage21:QwenImage21"
-_LTX = f"{_FILES}autoencoder_kl_ltx:LTXVideo"
-_LTX2 = f"{_FILES}autoencoder_kl_ltx2:"
+LTX = f"{_FILES}autoencoder_kl_ltx:LTXVideo"
+_LTX2_FILE = f"{_FILES}autoencoder_kl_ltx2:"
+LTX2 = f"{_LTX2_FILE}LTX2Video"
 HUNYUAN = f"{_FILES}autoencoder_kl_hunyuan_video:HunyuanVideo"
 HUNYUAN15 = f"{_FILES}autoencoder_kl_hunyuanvideo15:HunyuanVideo15"
 REFINER = f"{_FILES}autoencoder_kl_hunyuanimage_refiner:HunyuanImageRefiner"
-_COGVIDEOX = f"{_FILES}autoencoder_kl_cogvideox:CogVideoX"
+COGVIDEOX = f"{_FILES}autoencoder_kl_cogvideox:CogVideoX"
+COSMOS = f"{_FILES}autoencoder_kl_cosmos:Cosmos"
 _PARTS = ("Encoder", "Decoder")
 
 # The result of a norm; the reason why the kernels cannot compute it; or None if a derivative is requested.
@@ -46,7 +48,9 @@ _Rows = tuple[Tensor, ...]
 
 
 def _group_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Result:
-    return "it is modulated" if rows else apply_group_norm(module, x, None, activation)
+    return (
+        "it is modulated" if rows else apply_group_norm(module, x, None, activation, is_inside=True)
+    )
 
 
 def _unit_norm(module: Any, x: Tensor, activation: str, *rows: Tensor) -> _Result:
@@ -126,11 +130,13 @@ class NormActivationSpec(ExactSpec):
         norms: their names.
         activation: its name.
         channels: the dimension of the channels in the norms' arguments.
+        ends: whether it is an encoder or decoder, whose result has PyTorch's memory format.
     """
 
     norms: tuple[str, ...] = ("norm1", "norm2")
     activation: str = "nonlinearity"
     channels: int = 1
+    ends: bool = False
 
     def notes(self, module: nn.Module, injection: Injection) -> list[str]:
         kinds = ((name, _kind_of(module._modules.get(name))) for name in self.norms)
@@ -185,7 +191,24 @@ def _run_fused(
     for name in spec.norms:
         setattr(proxy, name, partial(norm, name))
     setattr(proxy, spec.activation, activation)
-    return call.stand_in.own_forward(proxy, *args, **kwargs)
+    out = call.stand_in.own_forward(proxy, *args, **kwargs)
+    return _in_format_of_pytorch(module, args, out) if spec.ends else out
+
+
+def _in_format_of_pytorch(module: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """An encoder's or decoder's result, contiguous unless its input or its weights have channels last.
+
+    Convolutions on the kernel give channels last. The result may be in a tuple, with a cache.
+    """
+    if isinstance(out, tuple):
+        return (_in_format_of_pytorch(module, args, out[0]), *out[1:])
+    weights = (p for p in module._modules["conv_out"].parameters() if p.dim() > 3)
+    has_last = any(_has_channels_last(each) for each in (*args[:1], *weights))
+    return out if has_last or not isinstance(out, Tensor) else out.contiguous()
+
+
+def _has_channels_last(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 3 and x.shape[1] > 1 and x.stride(1) == 1
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -249,11 +272,11 @@ _RESNETS = (
     *(_spec(f"{name}ResidualBlock", _CACHED) for name in (WAN, QWEN, QWEN21)),
     _spec(f"{HUNYUAN}ResnetBlockCausal3D", _STATES),
     *(_spec(f"{name}ResnetBlock", _STATES) for name in (HUNYUAN15, REFINER)),
-    _spec(f"{_COGVIDEOX}ResnetBlock3D", "inputs temb zq conv_cache"),
-    _spec(f"{_LTX}ResnetBlock3d", "inputs temb generator", forward=_ltx_forward, channels=-1),
-    _spec(f"{_LTX2}LTX2VideoResnetBlock3d", "inputs temb generator causal", forward=_ltx_forward),
+    _spec(f"{COGVIDEOX}ResnetBlock3D", "inputs temb zq conv_cache"),
+    _spec(f"{LTX}ResnetBlock3d", "inputs temb generator", forward=_ltx_forward, channels=-1),
+    _spec(f"{LTX2}ResnetBlock3d", "inputs temb generator causal", forward=_ltx_forward),
 )
-_end = partial(_spec, activation="conv_act", norms=("norm_out",))
+_end = partial(_spec, activation="conv_act", norms=("norm_out",), ends=True)
 _group_norm_end = partial(_end, norms=("conv_norm_out",))
 _unit_norm_end = partial(_end, activation="nonlinearity")
 _ENDS = (
@@ -264,11 +287,11 @@ _ENDS = (
     *(_unit_norm_end(f"{name}Decoder3d", f"{_CACHED} first_chunk") for name in (WAN, QWEN21)),
     _unit_norm_end(f"{QWEN}Decoder3d", _CACHED),
     *(_end(f"{name}{part}3D", _STATES) for name in (HUNYUAN15, REFINER) for part in _PARTS),
-    _end(f"{_LTX}Encoder3d", _STATES, channels=-1),
-    _end(f"{_LTX}Decoder3d", _TIMED, forward=_ltx_decoder_forward, channels=-1),
-    _end(f"{_LTX2}LTX2VideoEncoder3d", f"{_STATES} causal"),
-    _end(f"{_LTX2}LTX2VideoDecoder3d", f"{_TIMED} causal", forward=_ltx_decoder_forward),
-    _end(f"{_COGVIDEOX}Encoder3D", "sample temb conv_cache"),
+    _end(f"{LTX}Encoder3d", _STATES, channels=-1),
+    _end(f"{LTX}Decoder3d", _TIMED, forward=_ltx_decoder_forward, channels=-1),
+    _end(f"{LTX2}Encoder3d", f"{_STATES} causal"),
+    _end(f"{LTX2}Decoder3d", f"{_TIMED} causal", forward=_ltx_decoder_forward),
+    _end(f"{COGVIDEOX}Encoder3D", "sample temb conv_cache"),
 )
 _CHANNEL, _NORMALIZE = "channel_rms_norm", ("torch.nn.functional:normalize",)
 _UNIT_NORMS = tuple(
@@ -276,7 +299,7 @@ _UNIT_NORMS = tuple(
     for name in (WAN, QWEN, QWEN21, HUNYUAN15, REFINER)
 )
 _PER_CHANNEL_NORM = ExactSpec(
-    f"{_LTX2}PerChannelRMSNorm", _norm_forward, _CHANNEL, (), True, "self x channel_dim"
+    f"{_LTX2_FILE}PerChannelRMSNorm", _norm_forward, _CHANNEL, (), True, "self x channel_dim"
 )
 _KINDS = (
     _Kind(GROUP_NORM.known, _group_norm, "group_norm"),
@@ -287,4 +310,18 @@ _KINDS = (
     _Kind(_PER_CHANNEL_NORM.known, _per_channel_norm, _CHANNEL),
     _Kind(KnownClass("diffusers.models.normalization:RMSNorm"), _last_norm, _CHANNEL),
 )
-DECODERS = (*_RESNETS, *_ENDS, *_UNIT_NORMS, _PER_CHANNEL_NORM)
+
+
+def _format_forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
+    return _in_format_of_pytorch(self, args, call.stand_in.own_forward(self, *args, **kwargs))
+
+
+# Their norms have no SiLU of their own, or depend on the latents.
+_OTHER_ENDS = tuple(
+    ExactSpec(path, _format_forward, "channels last inside", (), True, parameters)
+    for path, parameters in (
+        (f"{COGVIDEOX}Decoder3D", "self sample temb conv_cache"),
+        *((f"{COSMOS}{part}3d", f"self {_STATES}") for part in _PARTS),
+    )
+)
+DECODERS = (*_RESNETS, *_ENDS, *_OTHER_ENDS, *_UNIT_NORMS, _PER_CHANNEL_NORM)

@@ -1,19 +1,15 @@
-"""Autoencoders of videos: upsampling, causal convolutions and causal attention with fewer passes over memory.
-
-Results are the class's up to the order of summation in a convolution.
-"""
+"""Autoencoders of videos: upsampling and causal attention with fewer passes over memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...operations.conditions import kernels_run_on, tracks_derivatives, why_not_taken
+from ...operations.conditions import kernels_run_on, tracks_derivatives
 from ..core.patch import Call, ExactSpec, Proxy
-from ..parts.norm_modules import PYTORCH_KEEPS_FORMAT
-from .blocks import HUNYUAN, HUNYUAN15, QWEN, QWEN21, REFINER, WAN
+from .blocks import HUNYUAN15, LTX, LTX2, QWEN, QWEN21, WAN
 
 _SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -23,66 +19,76 @@ _SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _upsample_forward(self: Any, call: Call, x: Tensor) -> Any:
-    if self.mode not in ("nearest", "nearest-exact") or x.dtype not in _SHORT_DTYPES:
+    if self.mode not in ("nearest", "nearest-exact") or not _keeps_channels_last(x):
         return NotImplemented
-    return call.stand_in.functions[0].function(self, x)
-
-
-# --------------------------------------------------------------------------------------------------
-# Convolution
-
-
-def _causal_conv_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | None = None) -> Any:
-    """No padded copy: the convolution pads rows and columns.
-
-    A single frame, as of an image, is convolved without the zero frames before it and their weights.
-    """
-    if not kernels_run_on(x):
-        return call.decline(why_not_taken(x))
-    left, _, top, _, front, _ = self._padding
-    if cache_x is not None and front > 0:
-        x = torch.cat([cache_x.to(x.device), x], dim=2)
-        front -= cache_x.shape[2]
-    weight = self.weight
-    if front > 0 and front + x.shape[2] == weight.shape[2]:
-        weight = weight[:, :, front:]
-    elif front != 0:
-        x = nn.functional.pad(x, (0, 0, 0, 0, front, 0))
-    padding = (0, top, left)
-    return nn.functional.conv3d(
-        x, weight, self.bias, self.stride, padding, self.dilation, self.groups
+    # As the convolution after it: so only the small image is copied.
+    return call.stand_in.functions[0].function(
+        self, x.contiguous(memory_format=torch.channels_last)
     )
 
 
-def _padded_conv_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
+def _keeps_channels_last(x: Tensor) -> bool:
+    return x.dtype in _SHORT_DTYPES and kernels_run_on(x) and not tracks_derivatives()
+
+
+def _spread(x: Tensor, factors: tuple[int, ...], is_outer: bool) -> Tensor:
+    """Moves channels to frames, rows and columns: (B, C F, T, H, W) to (B, C, T f1, H f2, W f3), with channels
+    last. The factors, of product F, are the outer or the inner dimensions of the channels."""
+    b, channels, t, h, w = x.shape
+    f1, f2, f3 = factors
+    c = channels // (f1 * f2 * f3)
+    if is_outer:
+        split = x.reshape(b, f1, f2, f3, c, t, h, w).permute(0, 5, 1, 6, 2, 7, 3, 4)
+    else:
+        split = x.reshape(b, c, f1, f2, f3, t, h, w).permute(0, 5, 2, 6, 3, 7, 4, 1)
+    return split.reshape(b, t * f1, h * f2, w * f3, c).movedim(-1, 1)
+
+
+def _ltx_upsampler_forward(self: Any, call: Call, hidden_states: Tensor, **options: Any) -> Any:
     x = hidden_states
-    is_last = PYTORCH_KEEPS_FORMAT and x.is_contiguous(memory_format=torch.channels_last_3d)
-    if self.pad_mode != "replicate" or tracks_derivatives() or (is_last and not x.is_contiguous()):
+    if not _keeps_channels_last(x):
         return NotImplemented
-    if not kernels_run_on(x):
-        return call.decline(why_not_taken(x))
-    return self.conv(_pad_by_copies(x, self.time_causal_padding))
+    factors = tuple(self.stride)
+    out = _spread(self.conv(x, **options), factors, False)[:, :, factors[0] - 1 :]
+    if self.residual:
+        residual = _spread(x, factors, False)[:, :, factors[0] - 1 :]
+        for part in out.split(residual.shape[1], 1):
+            part += residual
+    return out
 
 
-def _pad_by_copies(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """``pad(x, padding, mode="replicate")`` of (B, C, T, H, W).
+def _ltx2_upsampler_forward(
+    self: Any, call: Call, hidden_states: Tensor, causal: bool = True
+) -> Any:
+    return _ltx_upsampler_forward(self, call, hidden_states, causal=causal)
 
-    PyTorch's kernel takes several times as long as a copy.
-    """
-    if not any(padding):
-        return x
-    sides = tuple(zip((4, 3, 2), padding[::2], padding[1::2]))
-    shape = list(x.shape)
-    for dim, before, after in sides:
-        shape[dim] += before + after
-    out = inner = x.new_empty(shape)
-    for dim, before, _ in sides:
-        inner = inner.narrow(dim, before, x.shape[dim])
-    inner.copy_(x)
-    for dim, before, after in sides:
-        end = before + x.shape[dim]
-        out.narrow(dim, 0, before).copy_(out.narrow(dim, before, 1))
-        out.narrow(dim, end, after).copy_(out.narrow(dim, end - 1, 1))
+
+def _ltx1_upsampler_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
+    return _ltx_upsampler_forward(self, call, hidden_states)
+
+
+def _hunyuan_upsampler_forward(self: Any, call: Call, x: Tensor) -> Any:
+    """A shortcut repeats the channels of x. In time the first frame is not doubled: of its channels only the
+    first half, or half as many repetitions, are used."""
+    if not _keeps_channels_last(x):
+        return NotImplemented
+    h = self.conv(x)
+    if not self.add_temporal_upsample:
+        return _add_repeated(_spread(h, (1, 2, 2), True), _spread(x, (1, 2, 2), True))
+    first, next_ = _spread(h[:, :, :1], (1, 2, 2), True), _spread(h[:, :, 1:], (2, 2, 2), True)
+    first = first[:, : first.shape[1] // 2]
+    b, c, t, height, width = next_.shape
+    out = h.new_empty(b, t + 1, height, width, c).movedim(-1, 1)
+    out[:, :, :1], out[:, :, 1:] = first, next_
+    _add_repeated(out[:, :, :1], _spread(x[:, :, :1], (1, 2, 2), True))
+    _add_repeated(out[:, :, 1:], _spread(x[:, :, 1:], (2, 2, 2), True))
+    return out
+
+
+def _add_repeated(out: Tensor, x: Tensor) -> Tensor:
+    """Adds x, each of its channels several times in turn, to out."""
+    by_channel = out.unflatten(1, (x.shape[1], -1))
+    by_channel += x[:, :, None]
     return out
 
 
@@ -112,15 +118,14 @@ def _causal_mask(
 
 _NEAREST = "nearest neighbors without a float32 copy"
 _INTERPOLATE = "torch.nn:Upsample.forward", "torch.nn.functional:interpolate"
-_UNPADDED, _PADDED = "convolution without a padded copy", "padding by copies"
-_PAD = ("torch.nn.functional:pad",)
-_CONVOLVE = *_PAD, "torch.nn:Conv3d.forward", "torch.nn.functional:conv3d"
+_LAST = "upsampling with channels last"
 _MASK = (f"{HUNYUAN15}AttnBlock.prepare_causal_attention_mask",)
 # The beginnings of classes' names, the rest, the forward, what it does and the functions that it replaces.
 _CLASSES: tuple[tuple, ...] = (
     ((WAN, QWEN, QWEN21), "Upsample", _upsample_forward, _NEAREST, _INTERPOLATE),
-    ((WAN, QWEN), "CausalConv3d", _causal_conv_forward, _UNPADDED, _CONVOLVE),
-    ((HUNYUAN, HUNYUAN15, REFINER), "CausalConv3d", _padded_conv_forward, _PADDED, _PAD),
+    ((HUNYUAN15,), "Upsample", _hunyuan_upsampler_forward, _LAST, ()),
+    ((LTX,), "Upsampler3d", _ltx1_upsampler_forward, _LAST, ()),
+    ((LTX2,), "Upsampler3d", _ltx2_upsampler_forward, _LAST, ()),
     ((HUNYUAN15,), "AttnBlock", _causal_attention_forward, "a causal mask made by frame", _MASK),
 )
 DECODER_LAYERS = tuple(

@@ -109,6 +109,7 @@ def _without_bias(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         and is_plain_tensor(bias)
         and bias.dtype == x.dtype
         and is_stock(conv, _CONV)
+        and "forward" not in conv.__dict__  # of an autoencoder: a kernel adds the bias
         and "_conv_forward" not in conv.__dict__  # users replace it for other padding modes
         and conv.padding_mode == "zeros"
     ):

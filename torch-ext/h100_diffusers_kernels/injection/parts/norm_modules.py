@@ -179,7 +179,8 @@ def _group_norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) 
     if type(self) is not nn.GroupNorm:  # parametrized, for example
         out = f"it is a {type(self).__name__} now"
     elif len(args) == 1 and not kwargs:
-        out = apply_group_norm(self, *args, is_inside=call.state is not None)
+        is_inside = call.state is not None or call.stand_in.injection.options["is_autoencoder"]
+        out = apply_group_norm(self, *args, is_inside=is_inside)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
