@@ -342,6 +342,21 @@ def lora_down(x, downs, scales=None, x_scale=None):
     return torch.cat(products, -1)
 
 
+def conv3d(
+    x, weight, bias=None, *, padding=(0,) * 4, previous=None, frame_border="zeros", border="zeros"
+):
+    x, weight, bias, previous = _double(x, weight, bias, previous)
+    x = x if previous is None else torch.cat([previous, x], 2)
+    *frames, rows, columns = padding
+    modes = {"zeros": "constant"}
+    pad = torch.nn.functional.pad
+    x = pad(x, (0, 0, 0, 0, *frames), mode=modes.get(frame_border, frame_border))
+    of_frame = x.movedim(2, 1).flatten(0, 1)
+    of_frame = pad(of_frame, (columns,) * 2 + (rows,) * 2, mode=modes.get(border, border))
+    x = of_frame.unflatten(0, x.shape[::2][:2]).movedim(1, 2)
+    return torch.nn.functional.conv3d(x, weight, bias)
+
+
 def split_heads(heads, *tensors):
     """Tensors (B, S, H * d) as (B, S, H, d). `heads` is the first tensor's number of heads."""
     head_dim = tensors[0].shape[2] // heads

@@ -179,6 +179,37 @@ MINIMAX_H3 = Autoencoder(
     *((4, 7, 2, 3), (3, 17, 32, 48)),
 )
 
+# Of which only convolutions and norms run on the kernels.
+IN_SINGLE_PARTS = {
+    "mochi": Autoencoder(
+        "AutoencoderKLMochi",
+        {
+            "latent_channels": 8,
+            "encoder_block_out_channels": (32, 32, 32, 32),
+            "decoder_block_out_channels": (32, 32, 32, 32),
+            "layers_per_block": (1, 1, 1, 1, 1),
+            "latents_mean": [0.0] * 8,
+            "latents_std": [1.0] * 8,
+        },
+        *((8, 2, 3, 2), (3, 7, 16, 16)),
+    ),
+    "cosmos": Autoencoder(
+        "AutoencoderKLCosmos",
+        {
+            "encoder_block_out_channels": (16, 32, 32, 32),
+            "decode_block_out_channels": (16, 32, 32, 32),
+            "attention_resolutions": (8,),
+            "resolution": 16,
+            "num_layers": 1,
+            "patch_size": 2,
+            "latent_channels": 8,
+            "latents_mean": [0.0] * 8,
+            "latents_std": [1.0] * 8,
+        },
+        *((8, 2, 4, 3), (3, 9, 32, 32)),
+    ),
+}
+
 
 def run(vae, arguments):
     """The latents' distribution of ``x``, and ``z`` decoded, as one row."""

@@ -320,7 +320,7 @@ WITH_FP8_RESULT += [f"{name}_fp8" for name in ("rms_norm", "layer_norm", "gelu",
 FP8_PRODUCTS = ("linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8")
 FP8_OPERATIONS = ("quantize_fp8", *FP8_PRODUCTS, "lora_down", *WITH_FP8_RESULT)
 # All that have no derivatives and are not in the table.
-PLAIN_OPERATIONS = (*FP8_OPERATIONS, "linears_lora")
+PLAIN_OPERATIONS = (*FP8_OPERATIONS, "linears_lora", "conv3d")
 GATED = ("geglu", "swiglu")
 ACTIVATIONS = ("gelu", "silu", *GATED)
 ROW_NORMS = [name for name, o in TABLE.items() if o.rows and name not in (*ACTIVATIONS, "softmax")]
@@ -364,7 +364,7 @@ FP8_CALLS = [
     ),
 ]
 LORA_DOWN_OF_16_BITS = "lora_down_of_16_bits"
-PLAIN_CALLS = [*FP8_CALLS, "linears_lora", LORA_DOWN_OF_16_BITS]
+PLAIN_CALLS = [*FP8_CALLS, "linears_lora", LORA_DOWN_OF_16_BITS, "conv3d"]
 # Those that write to a pair of tensors.
 FP8_WITH_OUT = [
     name + how
@@ -427,7 +427,7 @@ def optional_tensors(name, by_keyword=False):
     ]
 
 
-_OF_16_BITS = ("attention", "lora_down", "linears_lora", *FP8_PRODUCTS)
+_OF_16_BITS = ("attention", "lora_down", "linears_lora", "conv3d", *FP8_PRODUCTS)
 
 
 def widest_dtype(name):
@@ -484,6 +484,10 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
         sizes = (40, 7, 64), (24, None, 8)
         arguments = lora_operands(shape, *sizes, dtype=dtype, device=device)
         return kernel.linears_lora, {**arguments, "approximate": "tanh"}
+    if name == "conv3d":
+        size = (batch, 2, seq, 3, 8 * max(hidden // 32, 1))
+        arguments = conv3d_operands(size, 24, (3, 3, 3), 2, dtype=dtype, device=device)
+        return kernel.conv3d, {**arguments, "padding": (0, 1, 1, 1), "border": "replicate"}
     if operation_of(name) == "lora_down":
         blocks = math.ceil(hidden / block_size) if block_size else 1
         blocks = None if name == LORA_DOWN_OF_16_BITS else blocks
@@ -651,6 +655,21 @@ def several_weights(arguments, out_features, ranks=(None, None, None)):
         "ups": tuple(each["up"] for each in of_each),
         "dtype": dtype,
     }
+
+
+def conv3d_operands(size, out_channels, taps, previous, *, dtype, device):
+    """Arguments of conv3d: x (B, C, T, H, W) of this size (B, T, H, W, C), and a number of frames before."""
+    batch, frames, height, width, channels = size
+    options = {"dtype": dtype, "device": device}
+    x, before = (
+        normal(batch, count, height, width, channels, **options).movedim(-1, 1)
+        for count in (frames, previous)
+    )
+    weight = normal(out_channels, channels, *taps, **options) / math.sqrt(
+        channels * math.prod(taps)
+    )
+    bias = normal(out_channels, **options)
+    return {"x": x, "weight": weight, "bias": bias, "previous": before if previous else None}
 
 
 def with_branch(arguments, parts=("addend", "x_norm", "tanh_gate"), has_weight=True):

@@ -189,12 +189,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarpThreads, (kMinBlocks<T, kHasLa
 // ---------------------------------------------------------------------------------------------------------
 // Channels last
 
-constexpr int kChannelsLastThreads = 256;
+constexpr int kChannelsLastThreads = 128;
 constexpr int kLanePacks = 4;  // that a thread keeps of a position
 static_assert(kMultiprocessorThreads % kChannelsLastThreads == 0);
 
 template <typename T, Access kAccess>
-__global__ void __launch_bounds__(kChannelsLastThreads, 4)
+__global__ void __launch_bounds__(kChannelsLastThreads)
     channel_rms_norm_channels_last_kernel(const __grid_constant__ ChannelRmsNormKernelParams params) {
   constexpr int kSize = kPackSize<T, kAccess>;
   // A lane adds one element at a time in the second case.

@@ -436,7 +436,7 @@ class Convolution {
 template <typename T, int kColumns, int kTaps>
 __global__ void __launch_bounds__(kConvThreads, 1)
     conv3d_kernel(const __grid_constant__ ConvKernelParams params) {
-  constexpr int kLoadRegisters = 40, kMultiplyRegisters = 232;
+  constexpr int kLoadRegisters = 56, kMultiplyRegisters = 224;
   constexpr int kLaunchRegisters = kMultiprocessorRegisters / kConvThreads / 8 * 8;
   static_assert(kConvGroups * kMultiplyRegisters + kLoadRegisters <= (kConvGroups + 1) * kLaunchRegisters);
   using M = ConvMemory<kColumns, kTaps>;

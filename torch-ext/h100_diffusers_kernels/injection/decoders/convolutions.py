@@ -1,8 +1,8 @@
 """Convolutions of autoencoders on the kernel, which pads them and reads frames from before.
 
 Results have channels last, whatever the input's format, so that activations keep it from the first
-convolution to the last. Encoders and decoders return PyTorch's format (``blocks.py``). Where a class pads in a
-way that the kernel does not know, or computes in float32, its own code runs.
+convolution to the last. Encoders and decoders return PyTorch's format (``blocks.py``). A class's own code
+runs in float32, and for padding that the kernel does not know.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _cogvideox_forward(
 ) -> Any:
     """The class's result, and the last frames that it read, for the next call."""
     conv, front, x = self._modules["conv"], self.time_pad, inputs
-    if not is_stock(conv, _SAFE_CONV3D) or conv.padding_mode != "zeros" or x.shape[2] < front:
+    if not is_stock(conv, _SAFE_CONV3D) or conv.padding_mode != "zeros":
         return NotImplemented
     if self.pad_mode == "replicate":
         is_known, previous, cache = not any(conv.padding), None, None
@@ -132,7 +132,9 @@ def _cogvideox_forward(
     else:
         is_known = conv.padding == (0, self.height_pad, self.width_pad) and front > 0
         previous, options = conv_cache, {"frame_border": "replicate"}
-        cache = x[:, :, -front:]
+        before = x[:, :, :1].expand(-1, -1, front, -1, -1) if previous is None else previous
+        read = x if x.shape[2] >= front else torch.cat([before, x], 2)
+        cache = read[:, :, -front:]
     count = 0 if previous is None else previous.shape[2]
     if not is_known or count not in (0, front):
         return NotImplemented

@@ -32,8 +32,8 @@ def _keeps_channels_last(x: Tensor) -> bool:
 
 
 def _spread(x: Tensor, factors: tuple[int, ...], is_outer: bool) -> Tensor:
-    """Moves channels to frames, rows and columns: (B, C F, T, H, W) to (B, C, T f1, H f2, W f3), with channels
-    last. The factors, of product F, are the outer or the inner dimensions of the channels."""
+    """Moves channels to frames, rows and columns: (B, C F, T, H, W) to (B, C, T f1, H f2, W f3), with
+    channels last. The factors, of product F, are the outer or the inner dimensions of the channels."""
     b, channels, t, h, w = x.shape
     f1, f2, f3 = factors
     c = channels // (f1 * f2 * f3)
