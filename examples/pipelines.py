@@ -645,6 +645,9 @@ def randomize(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             weight.normal_(std=weight[0].numel() ** -0.5)
         is_kept = not kept.isdisjoint(name.split("."))
         weight.data = weight.data.to(torch.float32 if is_kept else dtype)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not kept.isdisjoint(name.split(".")):
+            buffer.data = buffer.data.float()
     return model.eval()
 
 

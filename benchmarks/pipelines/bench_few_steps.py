@@ -54,6 +54,7 @@ MODES = (
 )
 DEFAULT_MODES = [mode for mode in MODES if mode not in models.GRAPHS_PRECISION]
 BASELINES = ("eager", COMPILED)
+TINY_STEPS = 2
 PARTS = {"text_s": "text", "denoise_s": "denoise", "decoder_s": "decode", "rest_s": "rest"}
 
 PROMPT = (  # as many tokens as CLIP takes
@@ -153,12 +154,14 @@ class FewSteps(Pipeline):
         encoders: by their names in the pipeline.
         other_parts: what else it needs.
         tiny_size: arguments of a tiny pipeline's call that differ.
+        added_points: 1 where num_inference_steps counts points of time, the last of which has no step.
         compile_s: how long compiling the decoder may take.
     """
 
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
     other_parts: Mapping[str, Any] = field(default_factory=dict)
     tiny_size: Mapping[str, int] = field(default_factory=dict)
+    added_points: int = 0
     compile_s: float = 180
 
     def build(self, device: torch.device, dtype: torch.dtype, tiny: bool) -> Any:
@@ -174,8 +177,13 @@ class FewSteps(Pipeline):
         return pipe
 
     def call(self, pipe: Any, tiny: bool, **changes: object) -> Callable[..., Any]:
-        size = {"num_inference_steps": 2, **self.tiny_size} if tiny else {}
-        return super().call(pipe, tiny, **{"output_type": "np", **size, **changes})
+        changes = {"output_type": "np", **(self.tiny_size if tiny else {}), **changes}
+        run = super().call(pipe, tiny, **changes)
+
+        def run_steps(steps: int | None = None) -> Any:
+            return run((TINY_STEPS if steps is None else steps) + self.added_points)
+
+        return run_steps
 
     def compile(self, pipe: Any, mode: str) -> None:
         super().compile(pipe, mode)
@@ -278,6 +286,7 @@ def minimax_h3_of(parts: dict[str, Any]) -> Any:
         "denoise": MiniMaxH3CoreDenoiseStep(),
         "decode": MiniMaxH3DecodeStep(),
     }
+    blocks["denoise"].sub_blocks["denoise"].set_progress_bar_config(disable=True)
     pipe = SequentialPipelineBlocks.from_blocks_dict(blocks).init_pipeline()
     pipe.update_components(**parts)
     return pipe
@@ -342,6 +351,7 @@ PIPELINES = {
         E.QWEN3_VL_32B,
         other_parts={"processor": OfText()},
         tiny_size={"height": 64, "width": 64, "num_frames": 124},
+        added_points=1,
     ),
 }
 

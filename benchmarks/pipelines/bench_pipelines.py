@@ -330,9 +330,9 @@ def set_up(
 
 def timed_call(
     call: Callable[..., torch.Tensor | np.ndarray], parts: Parts, device: torch.device
-) -> dict[str, Any]:
-    """One picture or video: seconds, those of its parts, clock, power and energy, and the most memory that the
-    call takes above what was there before."""
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """One picture or video, and its figures: seconds, those of its parts, clock, power and energy, and the most
+    memory that the call takes above what was there before."""
     timing.synchronize(device)
     before = 0
     if device.type == "cuda":
@@ -348,19 +348,14 @@ def timed_call(
     peak = None
     if device.type == "cuda":
         peak = max(torch.cuda.max_memory_allocated(device), parts.decoder.peak_before) - before
-    return {
-        "picture": picture.cpu(),
-        "seconds": seconds,
-        **parts.figures(seconds),
-        "call_bytes": peak,
-        **clock,
-    }
+    figures = {"seconds": seconds, **parts.figures(seconds), "call_bytes": peak, **clock}
+    return picture.cpu(), figures
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of the calls of one mode."""
     entry: dict[str, Any] = {"seconds": timing.summarize([s["seconds"] for s in samples])}
-    for key in samples[0].keys() - {"picture", "seconds"}:
+    for key in samples[0].keys() - {"seconds"}:
         values = [s[key] for s in samples if s.get(key) is not None]
         entry[key] = statistics.median(values) if values else None
     return entry
@@ -381,7 +376,12 @@ def measure(
     steps = pipeline.steps if steps is None and not tiny else steps
     does_not_fit = []
     with models.weights(pipeline.denoiser(pipe), WEIGHTS):
-        calls, results, reports = {}, {}, {}
+        calls, results, reports, pictures = {}, {}, {}, {}
+
+        def measure_call(mode: str, whole: Callable[[], Any], parts: Parts) -> dict[str, Any]:
+            pictures[mode], figures = timed_call(whole, parts, device)
+            return figures
+
         for mode in pipeline.modes(pipe, modes):
             has_graphs = mode in models.GRAPHS_MODES
             before = held_bytes(device, has_graphs)
@@ -404,8 +404,8 @@ def measure(
                 "held_bytes": max(0, held_bytes(device, has_graphs) - before - own),
             }
             whole = functools.partial(call, steps)
-            calls[mode] = functools.partial(timed_call, whole, pipeline.parts(twin))
-        samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
+            calls[mode] = functools.partial(measure_call, mode, whole, pipeline.parts(twin))
+        samples = timing.interleave(calls, rounds, device, lambda call, device: call())
     for mode, result in results.items():
         result.update(summary(samples[mode]))
         if mode in models.GRAPHS_MODES:
@@ -414,7 +414,7 @@ def measure(
             parts = ("weight_bytes", "held_bytes", "call_bytes")
             result["memory_bytes"] = sum(result[part] for part in parts)
         if "eager" in samples and mode != "eager":
-            distance = psnr(samples[mode][-1]["picture"], samples["eager"][-1]["picture"])
+            distance = psnr(pictures[mode], pictures["eager"])
             result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
     medians = {mode: result["seconds"]["median"] for mode, result in results.items()}
     return {
