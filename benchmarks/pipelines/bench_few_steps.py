@@ -1,16 +1,17 @@
 """Whole calls of few steps: from the prompt to the picture or the video, text encoder included.
 
-Models that need few steps, or their few-step versions: all blocks and all text encoders of the published sizes, and
-frames as NumPy arrays. Weights are random, with scores of the denoiser as peaked as in trained models. All modes
-share one set of weights and take turns. Recorded for each mode: seconds, those of text, denoising, decoder and
-rest; the first two calls; memory, that of decoding apart. Writes to benchmarks/results/few_steps:
+Models that need few steps, or whose few-step versions do: all blocks and all text encoders of the published
+sizes, and frames as NumPy arrays. Weights are random, with scores of the denoiser as peaked as in trained
+models. All modes share one set of weights and take turns. Recorded for each mode: seconds, those of text,
+denoising, decoder and rest; the first two calls; memory, and that of decoding. Writes to
+benchmarks/results/few_steps:
 
     python benchmarks/pipelines/bench_few_steps.py
     python benchmarks/pipelines/bench_few_steps.py --pipelines flux,ltx --rounds 5
-    python benchmarks/pipelines/bench_few_steps.py --device cpu --tiny --dtype float32 --output /tmp/few_steps.json
+    python benchmarks/pipelines/bench_few_steps.py --device cpu --tiny --dtype float32 --output /tmp/x.json
 
-"Denoising" is from the end of the scheduler's set_timesteps to the end of its last step. "Rest" is what remains:
-latents, an audio's decoder, frames that are copied to the host and converted.
+"Denoising" is from the end of the scheduler's set_timesteps to the end of its last step. "Rest" is what
+remains, such as latents, an audio's decoder, and frames that are copied to the host and converted.
 """
 
 from __future__ import annotations
@@ -45,22 +46,24 @@ from benchmarks.pipelines import bench_pipelines, text_encoders
 from benchmarks.pipelines.bench_pipelines import Parts, Pipeline, TimedMethod, mark, published
 from benchmarks.pipelines.text_encoders import TextEncoder
 
-from pipelines import MODELS, Model
+from pipelines import Model
 
-COMPILED = f"{models.REGIONAL}+decoder"  # the denoiser's blocks, and the decoder, as diffusers recommends
+# The denoiser's blocks and the decoder, as diffusers recommends.
+COMPILED = f"{models.REGIONAL}+decoder"
 MODES = (
     *("eager", COMPILED, "injected", models.GRAPHS),
     *(*models.PRECISION_MODES, *models.GRAPHS_PRECISION),
 )
 DEFAULT_MODES = [mode for mode in MODES if mode not in models.GRAPHS_PRECISION]
 BASELINES = ("eager", COMPILED)
-TINY_STEPS = 2
+TINY_STEPS, TINY_SIZE = 2, {"height": 64, "width": 96}
 PARTS = {"text_s": "text", "denoise_s": "denoise", "decoder_s": "decode", "rest_s": "rest"}
 
 PROMPT = (  # as many tokens as CLIP takes
-    "A red fox trots through fresh snow at dawn, past a small wooden cabin with a lantern in the window and a "
-    'painted sign that reads "OPEN ALL WINTER". Its breath rises in the cold air, long blue shadows lie between the '
-    "pines, and the first sunlight touches the peaks. Soft light, fine grain, as in a nature film."
+    "A red fox trots through fresh snow at dawn, past a small wooden cabin with a lantern in the window "
+    'and a painted sign that reads "OPEN ALL WINTER". Its breath rises in the cold air, long blue shadows '
+    "lie between the pines, and the first sunlight touches the peaks. Soft light, fine grain, as in a "
+    "nature film."
 )
 
 
@@ -153,21 +156,23 @@ class FewSteps(Pipeline):
     Attributes:
         encoders: by their names in the pipeline.
         other_parts: what else it needs.
-        tiny_size: arguments of a tiny pipeline's call that differ.
+        tiny_size: what a tiny pipeline's call changes of TINY_SIZE.
         added_points: 1 where num_inference_steps counts points of time, the last of which has no step.
         compile_s: how long compiling the decoder may take.
     """
 
     encoders: Mapping[str, TextEncoder] = field(default_factory=dict)
     other_parts: Mapping[str, Any] = field(default_factory=dict)
-    tiny_size: Mapping[str, int] = field(default_factory=dict)
+    tiny_size: dict[str, int] = field(default_factory=dict)
     added_points: int = 0
     compile_s: float = 180
 
     def build(self, device: torch.device, dtype: torch.dtype, tiny: bool) -> Any:
         pipe = super().build(device, dtype, tiny)
         # What the pipeline says beside the prompt counts as tokens, too.
-        templates = [getattr(pipe, name, "") for name in ("system_message", "prompt_template_encode")]
+        templates = [
+            getattr(pipe, name, "") for name in ("system_message", "prompt_template_encode")
+        ]
         parts = dict(self.other_parts)
         for name, encoder in self.encoders.items():
             parts[name] = encoder.make(device, dtype, tiny)
@@ -177,7 +182,7 @@ class FewSteps(Pipeline):
         return pipe
 
     def call(self, pipe: Any, tiny: bool, **changes: object) -> Callable[..., Any]:
-        changes = {"output_type": "np", **(self.tiny_size if tiny else {}), **changes}
+        changes = {"output_type": "np", **(TINY_SIZE | self.tiny_size if tiny else {}), **changes}
         run = super().call(pipe, tiny, **changes)
 
         def run_steps(steps: int | None = None) -> Any:
@@ -190,15 +195,18 @@ class FewSteps(Pipeline):
         if mode == COMPILED:
             CompiledDecoder(pipe.vae, self.compile_s)
 
-    def first_calls(self, call: Callable[..., Any], pipe: Any, begin: float) -> dict[str, Any]:
+    def first_calls(
+        self, call: Callable[..., Any], steps: int | None, pipe: Any, begin: float
+    ) -> dict[str, Any]:
         """The first one with its set-up, and the second one, with which graphs are captured."""
         figures: dict[str, Any] = {}
         for name in ("first_call_s", "second_call_s"):
-            call()
+            call(steps)
             timing.synchronize(pipe.device)
             now = time.perf_counter()
             figures[name], begin = now - begin, now
-        click.echo("first call with set-up {first_call_s:.2f} s, second {second_call_s:.2f} s".format(**figures))
+        first, second = figures.values()
+        click.echo(f"first call with set-up {first:.2f} s, second {second:.2f} s")
         why_not = getattr(pipe.vae.decode, "why_not", None)
         if why_not is not None:
             click.echo(f"The decoder is not compiled. {why_not}")
@@ -206,8 +214,9 @@ class FewSteps(Pipeline):
         return figures
 
     def parts(self, pipe: Any) -> Parts:
-        has_method = hasattr(pipe, "encode_prompt")
-        return AllParts(pipe, (pipe, "encode_prompt") if has_method else (pipe.text_encoder.model, "forward"))
+        if hasattr(pipe, "encode_prompt"):
+            return AllParts(pipe, (pipe, "encode_prompt"))
+        return AllParts(pipe, (pipe.text_encoder.model, "forward"))
 
 
 def few_steps(
@@ -220,6 +229,7 @@ def few_steps(
     size: tuple[int, ...] | None = None,
     scheduler: Mapping[str, Any] | None = None,
     guider: Mapping[str, Any] | None = None,
+    tiny_size: Mapping[str, int] | None = None,
     **options: Any,
 ) -> FewSteps:
     """The pipeline of bench_pipelines.py with these text encoders, and these arguments of its call."""
@@ -230,10 +240,13 @@ def few_steps(
             cls, config = parts[name]
             parts[name] = (cls, {**config, **changes})
     model = replace(known.model, call=dict(call), parts=parts, trained=None)
-    return of_model(replace(known, model=model, published_steps=steps), encoders)
+    known = replace(known, model=model, published_steps=steps)
+    return of_model(known, encoders, tiny_size=dict(tiny_size or {}))
 
 
-def of_model(pipeline: Pipeline, encoders: Mapping[str, TextEncoder] | TextEncoder, **options: Any) -> FewSteps:
+def of_model(
+    pipeline: Pipeline, encoders: Mapping[str, TextEncoder] | TextEncoder, **options: Any
+) -> FewSteps:
     if isinstance(encoders, TextEncoder):
         encoders = {"text_encoder": encoders}
     return FewSteps(**{**vars(pipeline), "prompt": PROMPT}, encoders=encoders, **options)
@@ -266,6 +279,8 @@ MINIMAX_H3 = Model(
         "encoder_dim": 8,
         "latent_dim": 64,
         "decoder_dim": 128,
+        "resblock_kernel_sizes": (3,),
+        "resblock_dilation_sizes": ((1,),),
     },
     side_step=32,
     frames_step=17,
@@ -325,9 +340,10 @@ PIPELINES = {
         8,
         E.GEMMA3_12B,
         {
-            **{"guidance_scale": 1.0, "audio_guidance_scale": 1.0, "frame_rate": 24.0},
-            **{"stg_scale": 0.0, "audio_stg_scale": 0.0},
-            **{"modality_scale": 1.0, "audio_modality_scale": 1.0},
+            "frame_rate": 24.0,
+            **dict.fromkeys(("guidance_scale", "audio_guidance_scale"), 1.0),
+            **dict.fromkeys(("stg_scale", "audio_stg_scale"), 0.0),
+            **dict.fromkeys(("modality_scale", "audio_modality_scale"), 1.0),
         },
     ),
     "wan": few_steps(
@@ -337,6 +353,7 @@ PIPELINES = {
         E.UMT5_XXL,
         {"guidance_scale": 1.0},
         {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
+        tiny_size={"num_frames": 5},
     ),
     "hunyuan_video15": few_steps(
         "HunyuanVideo 1.5",
@@ -345,12 +362,13 @@ PIPELINES = {
         {"text_encoder": E.QWEN25_VL_TEXT, "text_encoder_2": E.BYT5},
         {},
         guider={"enabled": False},
+        tiny_size={"num_frames": 5},
     ),
     "minimax_h3": of_model(
         Pipeline("MiniMax-H3", MINIMAX_H3, 4, 4, assemble=minimax_h3_of),
         E.QWEN3_VL_32B,
         other_parts={"processor": OfText()},
-        tiny_size={"height": 64, "width": 64, "num_frames": 124},
+        tiny_size={"num_frames": 124},
         added_points=1,
     ),
 }
@@ -388,7 +406,9 @@ def show(entry: dict[str, Any]) -> None:
 def main(pipelines, modes, device, dtype, tiny, rounds, output) -> None:
     """Time whole calls of few steps, from the prompt to the frames, in each mode."""
     options = {"rounds": rounds, "device": device, "dtype": dtype, "tiny": tiny}
-    bench_pipelines.measure_pipelines("few_steps", pipelines, PIPELINES, modes, output, show, **options)
+    bench_pipelines.measure_pipelines(
+        "few_steps", pipelines, PIPELINES, modes, output, show, **options
+    )
 
 
 if __name__ == "__main__":

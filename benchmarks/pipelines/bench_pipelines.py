@@ -139,7 +139,9 @@ class Pipeline:
         """As the mode asks for."""
         models.compile_as(self.denoiser(pipe), mode)
 
-    def first_calls(self, call: Callable[..., Any], pipe: Any, begin: float) -> dict[str, Any]:
+    def first_calls(
+        self, call: Callable[..., Any], steps: int | None, pipe: Any, begin: float
+    ) -> dict[str, Any]:
         """Calls until the pipeline is at full speed, and their times, the first one since `begin`."""
         call(WARM_UP_STEPS)
         timing.synchronize(pipe.device)
@@ -331,8 +333,8 @@ def set_up(
 def timed_call(
     call: Callable[..., torch.Tensor | np.ndarray], parts: Parts, device: torch.device
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """One picture or video, and its figures: seconds, those of its parts, clock, power and energy, and the most
-    memory that the call takes above what was there before."""
+    """One picture or video, and its figures: seconds, those of its parts, clock, power and energy, and the
+    most memory that the call takes above what was there before."""
     timing.synchronize(device)
     before = 0
     if device.type == "cuda":
@@ -386,14 +388,14 @@ def measure(
             has_graphs = mode in models.GRAPHS_MODES
             before = held_bytes(device, has_graphs)
             begin = time.perf_counter()
+            click.echo(f"{pipeline.title} {mode}: ", nl=False)
             try:
                 call, twin, reports[mode] = set_up(pipeline, pipe, kernel, mode, tiny)
-                click.echo(f"{pipeline.title} {mode}: ", nl=False)
-                first = pipeline.first_calls(functools.partial(call, steps), twin, begin)
+                first = pipeline.first_calls(call, steps, twin, begin)
             except torch.OutOfMemoryError:
                 click.echo("does not fit beside the other modes' weights")
                 does_not_fit.append(mode)
-                call = twin = None
+                call = twin = reports[mode] = None
                 gc.collect()
                 continue
             weights, shared = weights_of(twin), weights_of(pipe)
@@ -484,7 +486,8 @@ def measure_pipelines(
         show(entry)
         click.echo(f"{entry['title']}: {entry['wall_s']:.0f} s for all modes")
 
-    chosen = [name for name, pipeline in known.items() if pipeline in pipelines]
+    names = {id(pipeline): name for name, pipeline in known.items()}
+    chosen = [names[id(pipeline)] for pipeline in pipelines]
     measure_each({name: functools.partial(measure_one, name) for name in chosen}, device)
     if where is not None:
         click.echo(f"\nWrote {where}")

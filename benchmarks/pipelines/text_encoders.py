@@ -14,7 +14,8 @@ from tokenizers import decoders, pre_tokenizers, processors, trainers
 
 from pipelines import random_module
 
-PAD, EOS, BOS, UNKNOWN = "<pad>", "</s>", "<s>", "<unk>"  # with the ids 0 to 3, as T5 has the first two
+# With the ids 0 to 3, as T5 has the first two.
+PAD, EOS, BOS, UNKNOWN = "<pad>", "</s>", "<s>", "<unk>"
 ROLE, END_OF_ROLE = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -51,7 +52,10 @@ def tokenizer(
     )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=model,
-        **{"pad_token": PAD, "eos_token": EOS, "bos_token": BOS, "unk_token": UNKNOWN},
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        unk_token=UNKNOWN,
         additional_special_tokens=[ROLE, END_OF_ROLE],
         model_max_length=length,
         chat_template=CHAT_TEMPLATE,
@@ -130,7 +134,9 @@ def clip(width: int, layers: int, activation: str, cls: str = "CLIPTextModel") -
         "intermediate_size": 4 * width,
         "hidden_act": activation,
         "projection_dim": width,
-        **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
     }
     small = {**HEADS, "hidden_size": 32, "intermediate_size": 64}
     template = f"{BOS} $A {EOS}"
@@ -162,7 +168,11 @@ BYT5 = TextEncoder(  # ByT5-small with more tokens, of colors and fonts
     "T5Config",
     {
         **T5_XXL.text,
-        **{"vocab_size": 1510, "d_model": 1472, "d_ff": 3584, "num_layers": 12, "num_heads": 6},
+        "vocab_size": 1510,
+        "d_model": 1472,
+        "d_ff": 3584,
+        "num_layers": 12,
+        "num_heads": 6,
     },
     {**T5_XXL.small, "d_model": 32},
     bytes_as_tokens=True,
@@ -185,7 +195,8 @@ _QWEN25 = {
 _QWEN25_SMALL = {
     **GROUPED,
     "hidden_size": 64,
-    **{"eos_token_id": 1, "bos_token_id": 2},
+    "eos_token_id": 1,
+    "bos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
 }
 QWEN25_VL = TextEncoder(
@@ -195,9 +206,7 @@ QWEN25_VL = TextEncoder(
     _QWEN25_SMALL,
     vision=QWEN_VISION,
 )
-QWEN25_VL_TEXT = TextEncoder(
-    "Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", _QWEN25, _QWEN25_SMALL
-)
+QWEN25_VL_TEXT = TextEncoder("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", _QWEN25, _QWEN25_SMALL)
 QWEN3_4B = TextEncoder(
     "Qwen3Model",
     "Qwen3Config",
@@ -248,7 +257,9 @@ GEMMA3_12B = TextEncoder(
     },
     {**GROUPED, "hidden_size": 256, "head_dim": 32},
     vision={
-        **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1},
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
         "intermediate_size": 16,
     },
     template=f"{BOS} $A",

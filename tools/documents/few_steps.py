@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import models
@@ -18,11 +19,10 @@ from .common import (
     number,
     setup,
     size_name,
-    span,
     table,
     times,
 )
-from .pipelines import FP8, gibibytes, seconds
+from .pipelines import FP8, gibibytes, range_of, seconds
 
 COMPILED = f"{models.REGIONAL}+decoder"
 OURS = ("injected", models.GRAPHS)
@@ -41,54 +41,78 @@ def label(entry: dict) -> str:
 
 def faster(entry: dict) -> str | None:
     """The faster of the injected modes in the model's own dtype."""
-    measured = [mode for mode in OURS if mode in entry["modes"]]
-    return min(measured, key=lambda mode: seconds(entry, mode), default=None)
-
-
-def over(entry: dict, other: str) -> float | None:
-    """The faster injected mode over another mode."""
-    return chosen.over(entry, other, faster(entry) or "")
+    measured = {mode: seconds(entry, mode) or 0.0 for mode in OURS if mode in entry["modes"]}
+    return min(measured, key=lambda mode: measured[mode], default=None)
 
 
 def all_over(results: Path, other: str) -> list[float]:
-    ratios = [over(entry, other) for entry in gathered(results)["pipelines"]]
-    return [ratio for ratio in ratios if ratio is not None]
+    """The faster injected mode over another mode, of all pipelines."""
+    entries = gathered(results)["pipelines"]
+    over = [chosen.over(entry, other, faster(entry) or "") for entry in entries]
+    return [ratio for ratio in over if ratio is not None]
 
 
 @table
 def few_steps(results: Path) -> str:
-    """Each mode of each pipeline: the parts of a call, and memory."""
+    """Each mode of each pipeline: the parts of a call, and memory. Without a result there is no table."""
+    notes: list[str] = []
+
+    def cells(entry: dict, mode: str, measured: dict) -> list[str]:
+        if why_not := measured.get("decoder_not_compiled"):
+            notes.append(f"{entry['title']}: {why_not}")
+        return [
+            *(f"{measured[part]:.3f} s" for part in PARTS.values()),
+            f"{seconds(entry, mode):.2f} s",
+            ratios(entry, mode),
+            gibibytes(measured),
+        ]
+
+    headers = ["mode", *PARTS, "whole", "over eager, over compiled", "memory"]
+    rendered = of_modes(results, headers, cells, notes)
+    return rendered and f"{in_short(results)}\n\n{rendered}"
+
+
+@table
+def few_steps_calls(results: Path) -> str:
+    """The first calls, the memory of decoding, and how far from eager the frames are."""
+
+    def cells(entry: dict, mode: str, measured: dict) -> list[str]:
+        return [
+            number(measured["first_call_s"], "s", 1),
+            number(measured["second_call_s"], "s", 1),
+            f"{range_of(measured):.1%}",
+            gibibytes(measured, "decoder_bytes"),
+            number(measured.get("psnr_to_eager_db"), "dB", 1),
+        ]
+
+    headers = ["mode", "first call", "second call", "range", "decoding", "PSNR to eager"]
+    return of_modes(results, headers, cells, [])
+
+
+def of_modes(
+    results: Path,
+    headers: list[str],
+    cells: Callable[[dict, str, dict], list[str]],
+    notes: list[str],
+) -> str:
+    """A table with these cells of each mode of each pipeline. `notes` are read after the cells are made."""
     found = gathered(results)
     if not found["pipelines"]:
-        return f"The pipelines are {NOT_MEASURED} yet."
-    rows, not_compiled = [], []
+        return ""
+    rows = []
     for entry in found["pipelines"]:
         rows.append([f"**{label(entry)}**"])
         for mode, measured in entry["modes"].items():
-            why_not = measured.get("decoder_not_compiled")
-            not_compiled += [f"{entry['title']}: {why_not}"] if why_not else []
-            memory = [gibibytes(measured), _decoding(measured)]
-            ratios = [times(chosen.over(entry, other, mode)) for other in ("eager", COMPILED)]
-            first = [measured[name] for name in ("first_call_s", "second_call_s")]
-            rows.append(
-                [
-                    MODE_NAMES[mode] + "\\*" * bool(why_not),
-                    *(f"{measured[part]:.3f} s" for part in PARTS.values()),
-                    f"{seconds(entry, mode):.2f} s",
-                    *ratios,
-                    " / ".join(filter(None, memory)),
-                    " / ".join(number(value, "s", 1) for value in first),
-                ]
-            )
-        rows += [[f"{MODE_NAMES[mode]}: no memory"] for mode in entry["does_not_fit"]]
-    headers = ["mode", *PARTS, "whole", "over eager", "over compiled", "memory / decoding"]
-    notes = f"\n\n\\* The decoder is not compiled. {'; '.join(not_compiled)}" if not_compiled else ""
-    return markdown(rows, [*headers, "first / second call"]) + notes + setup(*found["runs"])
+            mark = "\\*" if "decoder_not_compiled" in measured else ""
+            rows.append([MODE_NAMES[mode] + mark, *cells(entry, mode, measured)])
+        rows += [[f"{MODE_NAMES[mode]}: out of memory"] for mode in entry["does_not_fit"]]
+    note = f"\n\n\\* The decoder is not compiled. {'; '.join(notes)}" if notes else ""
+    return markdown(rows, headers) + note + setup(*found["runs"])
 
 
-def _decoding(measured: dict) -> str:
-    memory = measured.get("decoder_bytes")
-    return number(memory / 2**30 if memory else None, "GiB", 1)
+def ratios(entry: dict, mode: str | None) -> str:
+    over = [chosen.over(entry, other, mode or "") for other in ("eager", COMPILED)]
+    return ", ".join(filter(None, map(times, over)))
 
 
 @table
@@ -102,33 +126,30 @@ def summary_few_steps(results: Path) -> str:
         modes = ("eager", COMPILED, *OURS, FP8)
         mode = faster(entry)
         parts = [entry["modes"][mode][part] for part in PARTS.values()] if mode else []
-        ratios = [times(over(entry, other)) for other in ("eager", COMPILED)]
         rows.append(
             [
                 label(entry),
                 *(number(seconds(entry, mode), "s", 2) for mode in modes),
-                ", ".join(filter(None, ratios)),
+                ratios(entry, mode),
                 " + ".join(f"{part:.2f}" for part in parts),
             ]
         )
     headers = ["whole call", "eager", "compiled", "injected", "CUDA graphs", "in FP8"]
     headers += ["over eager, over compiled", "text + denoise + decode + rest"]
     text = (
-        f"Whole calls of few steps on one {card(found['runs'][-1])}, from the prompt to the frames, with the text "
-        "encoder and the decoder. Compiled: blocks and decoder. The ratios and the parts are those of the faster of "
-        "injected and CUDA graphs. [All modes](docs/benchmarks/few_steps.md)."
+        f"Whole calls of few steps on one {card(found['runs'][-1])}, from the prompt to the frames, with "
+        "text encoder and decoder, in bfloat16 with random weights. Compiled: the model's blocks and the "
+        f"decoder. {in_short(results)} [All modes](docs/benchmarks/few_steps.md)."
     )
     return f"{text}\n\n{markdown(rows, headers)}{setup(*found['runs'])}"
 
 
-@figure
-def few_steps_over_eager(results: Path) -> str:
-    return span(all_over(results, "eager"))
-
-
-@figure
-def few_steps_over_compiled(results: Path) -> str:
-    return span(all_over(results, COMPILED))
+def in_short(results: Path) -> str:
+    least, mean = few_steps_least_over_compiled(results), few_steps_mean_over_compiled(results)
+    return (
+        "Ratios are those of the faster of injected and CUDA graphs: at least "
+        f"{least} times as fast as compiled, {mean} times in the geometric mean."
+    )
 
 
 @figure
