@@ -77,6 +77,7 @@ class Pipeline:
     Attributes:
         lora_rank: of an adapter on all linear layers of the blocks; 0 for none.
         assemble: makes a modular pipeline of its parts; None for other pipelines.
+        prompt: what the pipeline gets, or made-up embeddings in its place.
     """
 
     title: str
