@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -644,28 +645,35 @@ def randomize(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
             weight.normal_(std=weight[0].numel() ** -0.5)
         is_kept = not kept.isdisjoint(name.split("."))
         weight.data = weight.data.to(torch.float32 if is_kept else dtype)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not kept.isdisjoint(name.split(".")):
+            buffer.data = buffer.data.float()
     return model.eval()
+
+
+def random_module(make, device: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The module that `make` makes, with random weights, made on the device."""
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as from_pretrained does: no copy in float32
+    try:
+        with torch.device(device):
+            return randomize(make(), dtype)
+    finally:
+        torch.set_default_dtype(default_dtype)
 
 
 def random_parts(model: Model, small: bool, device: str, dtype: torch.dtype, seed: int) -> dict:
     """The parts of a pipeline with random weights: the published widths, or small."""
     parts = {}
     torch.manual_seed(seed)
-    default_dtype = torch.get_default_dtype()
     for part, (path, config) in model.parts.items():
         make = globals().get(path) or attrgetter(path)(diffusers)
         if small:
             changes = SMALL | model.small | model.small.get(part, {})
             config = config | {key: changes[key] for key in changes.keys() & parameters(make)}
-        if not issubclass(make, torch.nn.Module):
-            parts[part] = make(**config)
-            continue
-        torch.set_default_dtype(dtype)  # as from_pretrained does: no copy in float32
-        try:
-            with torch.device(device):
-                parts[part] = randomize(make(**config), dtype)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        make_part = functools.partial(make, **config)
+        is_module = issubclass(make, torch.nn.Module)
+        parts[part] = random_module(make_part, device, dtype) if is_module else make_part()
     return parts
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import sys
+import time
 from importlib.util import find_spec
 
 import kernels.cli.benchmark as kernels_benchmark
@@ -25,7 +26,7 @@ from benchmarks.models import (
 from benchmarks.models.flux import FLUX
 from benchmarks.models.ltx import LTX_VIDEO
 from benchmarks.operations import bench_attention, bench_energy, bench_fp8, bench_host
-from benchmarks.pipelines import bench_pipelines, bench_quality
+from benchmarks.pipelines import bench_few_steps, bench_pipelines, bench_quality, text_encoders
 
 from benchmark_results import FAMILIES, load
 from conftest import CHECKOUT
@@ -246,6 +247,57 @@ def test_pipelines_in_fp8(result_of):
     assert entry["steps"] == 3 and list(entry["modes"]) == list(modes)
     bfloat16, fp8 = (mode["weight_bytes"] for mode in entry["modes"].values())
     assert 0.5 * bfloat16 < fp8 < 0.95 * bfloat16
+
+
+def test_few_steps(result_of):
+    """Whole calls with text encoders, of a pipeline with two of them and of a modular one."""
+    arguments = ["--pipelines", "flux,minimax_h3", "--rounds", "1", "--dtype", "float32"]
+    entries = result_of(bench_few_steps, *arguments, "--modes", "eager,injected")["pipelines"]
+    assert [entry["name"] for entry in entries] == ["flux", "minimax_h3"]
+    for entry in entries:
+        for mode in entry["modes"].values():
+            parts = [mode[part] for part in bench_few_steps.PARTS]
+            assert min(parts) > 0 and sum(parts) == pytest.approx(mode["seconds"]["median"])
+            assert mode["first_call_s"] > 0 and mode["second_call_s"] > 0
+        assert entry["modes"]["injected"]["psnr_to_eager_db"] > 60
+
+
+def test_a_prompt_is_as_many_tokens_as_words_and_marks():
+    prompt = bench_few_steps.PROMPT
+    tokenizer = text_encoders.tokenizer([prompt], f"{text_encoders.BOS} $A", length=77)
+    ids = tokenizer(prompt).input_ids
+    assert 60 < len(ids) < tokenizer.model_max_length and max(ids) < text_encoders.VOCABULARY
+    assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+    assert tokenizer("A word never seen").input_ids[0] == tokenizer.bos_token_id
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False)
+    assert chat.count(prompt) == chat.count(text_encoders.ROLE) == 1
+
+
+class FakeVae:
+    """An autoencoder whose decoder compiles slowly, or not at all."""
+
+    def __init__(self, compiled):
+        self.decoder = torch.nn.Linear(2, 2)
+        self.decoder.compile = lambda: setattr(self.decoder, "_compiled_call_impl", compiled)
+
+    def decode(self, x):
+        return self.decoder(x)
+
+
+@torch.no_grad()
+def test_a_decoder_that_does_not_compile_decodes_all_the_same():
+    def broken(x):
+        raise RuntimeError("no kernel\nand more")
+
+    def slow(x):
+        time.sleep(5)
+
+    for compiled, reason in ((broken, "RuntimeError: no kernel"), (slow, "TimeoutError: it takes")):
+        vae, x = FakeVae(compiled), torch.ones(1, 2)
+        decoder = bench_few_steps.CompiledDecoder(vae, limit_s=0.05)
+        for _ in range(2):
+            assert torch.equal(vae.decode(x), vae.decoder(x))
+        assert decoder.why_not.startswith(reason) and "more\n" not in decoder.why_not
 
 
 @pytest.mark.parametrize(

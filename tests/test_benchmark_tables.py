@@ -20,7 +20,7 @@ from benchmark_results import (
     store_operations,
 )
 from conftest import CHECKOUT
-from documents import chosen
+from documents import chosen, few_steps
 from documents.common import TABLES
 from documents.operations import representative
 
@@ -60,6 +60,8 @@ def test_figures_agree_with_the_results(path):
     text = path.read_text(encoding="utf-8")
     assert render_docs.render(text) == text, "stale: run tools/render_docs.py"
     for _, name, table in (match.groups() for match in TABLE.finditer(text)):
+        if not table.strip():
+            continue  # not measured yet
         assert "NVIDIA H" in table, f"{name} does not name its card"
         assert table.split("\n")[1].count("|") <= 8 + 1, f"{name} is too wide"
 
@@ -204,6 +206,51 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     keep("b", "23 11", new)
     assert keep("c", "23 12", old, device="an Arm CPU") == [new, other]
     assert keep("d", "21 12", old, device="NVIDIA H100 80GB HBM3")[0] == new, "the newest of a GPU"
+
+
+def few_steps_entry(name, graphs_s, **compiled):
+    medians = {"eager": 4.0, few_steps.COMPILED: 3.0, "injected": 2.5, models.GRAPHS: graphs_s}
+    measured = {
+        mode: {
+            **dict.fromkeys(few_steps.PARTS.values(), s / 4),
+            "seconds": {"median": s, "min": s, "max": 1.1 * s},
+            "memory_bytes": 2**30,
+            "decoder_bytes": 2**29,
+            "first_call_s": 9.0,
+            "second_call_s": 5.0,
+        }
+        for mode, s in medians.items()
+    }
+    measured[few_steps.COMPILED].update(compiled)
+    entry = {"name": name, "title": name, "size": "64x96", "steps": 4, "modes": measured}
+    return {**entry, "does_not_fit": [few_steps.FP8], "speedups": timing.speedups(medians)}
+
+
+def test_few_steps_are_gathered_from_runs_in_parts(tmp_path):
+    """Of each pipeline the newest entry. The faster injected mode is compared."""
+    assert rendered(tmp_path, "few_steps").count("|") == 0
+    assert figure("few_steps_least_over_compiled", tmp_path) == "not measured"
+    one, two = few_steps_entry("A", 2.0), few_steps_entry("B", 2.8, decoder_not_compiled="slow")
+    for day, entries in (("21", [few_steps_entry("A", 1.0)]), ("22", [one]), ("23", [two])):
+        environment = {**ENVIRONMENT, "date": day, "command": f"python a.py --{entries[0]['name']}"}
+        store(tmp_path, "few_steps", {"environment": environment, "pipelines": entries})
+    rows = rows_of(tmp_path, "few_steps")
+    assert [row[0] for row in rows[:6]] == [
+        "**A, 64×96, 4 steps**",
+        "eager",
+        "torch.compile, blocks and decoder",
+        "injected",
+        "injected with CUDA graphs",
+        '`precision="fp8"`: out of memory',
+    ]
+    assert rows[4][1:] == [*["0.500 s"] * 4, "2.00 s", "2.00×, 1.50×", "1.0 GiB"]
+    assert "\\* The decoder is not compiled. B: slow" in rendered(tmp_path, "few_steps")
+    assert rows_of(tmp_path, "few_steps_calls")[4][1:4] == ["9.0 s", "5.0 s", "10.0%"]
+    summary = rows_of(tmp_path, "summary_few_steps")
+    assert [row[6] for row in summary] == ["2.00×, 1.50×", "1.60×, 1.20×"]
+    for name in ("few_steps", "summary_few_steps"):
+        assert "1.20 times as fast as compiled, 1.34 times" in rendered(tmp_path, name)
+    assert figure("few_steps_least_over_compiled", tmp_path) == "1.20"
 
 
 def test_titles_are_those_of_what_is_measured():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
-# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [quality]
-# [energy] [host_forward] [graphs] [fp8_models] [adapters] [parallel] [sequences]
+# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [few_steps]
+# [quality] [energy] [host_forward] [graphs] [fp8_models] [adapters] [parallel] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
 # build. Logs go to $OUT (default build/gpu_check), with copies of the JSON that a step adds to
@@ -25,7 +25,7 @@ FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
 STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part every_model
-  pipelines quality energy host_forward graphs fp8_models adapters parallel sequences)
+  pipelines few_steps quality energy host_forward graphs fp8_models adapters parallel sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -85,6 +85,7 @@ of_models() {
 step_models() { of_models models; }
 step_block_timeline() { "$PYTHON" benchmarks/models/bench_block_timeline.py; }
 step_pipelines() { "$PYTHON" benchmarks/pipelines/bench_pipelines.py; }
+step_few_steps() { "$PYTHON" benchmarks/pipelines/bench_few_steps.py; }
 step_quality() { "$PYTHON" benchmarks/pipelines/bench_quality.py; }
 step_in_part() { "$PYTHON" benchmarks/models/bench_in_part.py; }
 step_every_model() { "$PYTHON" benchmarks/models/bench_every_model.py; }

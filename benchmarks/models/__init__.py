@@ -36,11 +36,12 @@ GRAPHS_FP8 = f"{GRAPHS}+fp8"
 # Long attention in 8 bits, beside layers in 16 bits and beside torchao's.
 INT8_ATTENTION, INT8_FP8 = "injected+int8", f"{INJECTED_FP8}+int8"
 INT8_MODES = (INT8_ATTENTION, INT8_FP8)
-GRAPHS_MODES = (GRAPHS, GRAPHS_FP8)
 TORCHAO_MODES = (TORCHAO, TORCHAO_COMPILED, INJECTED_FP8, GRAPHS_FP8, INT8_FP8)
 # The layers that inject_kernels(precision=...) quantizes.
 PRECISION_FP8, PRECISION_FAST = "injected+precision-fp8", "injected+precision-fp8-fast"
 PRECISION_MODES = {PRECISION_FP8: "fp8", PRECISION_FAST: "fp8-fast"}
+GRAPHS_PRECISION = {f"{GRAPHS}+precision-{name}": name for name in PRECISION_MODES.values()}
+GRAPHS_MODES = (GRAPHS, GRAPHS_FP8, *GRAPHS_PRECISION)
 FP8_MODES = (*TORCHAO_MODES, *PRECISION_MODES)
 # Arguments of inject_kernels by mode, where they are not the defaults.
 INJECT_OPTIONS: dict[str, dict[str, Any]] = {
@@ -49,6 +50,10 @@ INJECT_OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(GRAPHS_MODES, {"cuda_graphs": True}),
     # Twins keep the weights.
     **{mode: {"precision": p, "keep_originals": False} for mode, p in PRECISION_MODES.items()},
+    **{
+        mode: {"precision": p, "keep_originals": False, "cuda_graphs": True}
+        for mode, p in GRAPHS_PRECISION.items()
+    },
 }
 # The modes whose injection bench_models.py times, and its entry in the result.
 INJECTIONS = {

@@ -19,11 +19,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
+import numpy as np
 import torch
 from diffusers.modular_pipelines import flux3
 from diffusers.modular_pipelines.flux3.decoders import Flux3DecodeStep
@@ -74,6 +76,8 @@ class Pipeline:
 
     Attributes:
         lora_rank: of an adapter on all linear layers of the blocks; 0 for none.
+        assemble: makes a modular pipeline of its parts; None for other pipelines.
+        prompt: what the pipeline gets, or made-up embeddings in its place.
     """
 
     title: str
@@ -82,10 +86,12 @@ class Pipeline:
     published_steps: int
     channels_last: bool = False
     lora_rank: int = 0
+    assemble: Callable[[dict[str, Any]], Any] | None = None
+    prompt: str = PROMPT
 
     def build(self, device: torch.device, dtype: torch.dtype, tiny: bool) -> Any:
-        make = _flux3_pipeline if self.model is FLUX3 else random_pipeline
-        pipe = make(self.model, tiny, str(device), dtype, 0)
+        made = (self.model, tiny, str(device), dtype, 0)
+        pipe = self.assemble(random_parts(*made)) if self.assemble else random_pipeline(*made)
         if self.channels_last:
             self.denoiser(pipe).to(memory_format=torch.channels_last)
         if self.lora_rank:
@@ -112,25 +118,41 @@ class Pipeline:
             name: models.twin(part) if isinstance(part, torch.nn.Module) else copy.deepcopy(part)
             for name, part in pipe.components.items()
         }
-        twin = _flux3_of(parts) if self.model is FLUX3 else type(pipe)(**parts)
+        twin = self.assemble(parts) if self.assemble else type(pipe)(**parts)
         twin.set_progress_bar_config(disable=True)
         return twin
 
     def call(self, pipe: Any, tiny: bool, **changes: object) -> Callable[..., torch.Tensor]:
         """Calls the pipeline for a number of steps; the frames or the image as a tensor."""
         changes = {"output_type": "pt", **changes}
-        if self.model is FLUX3:
-            changes["output"] = "images"
-        arguments = call_arguments(self.model, pipe, tiny, PROMPT, **changes)
+        arguments = call_arguments(self.model, pipe, tiny, self.prompt, **changes)
 
         def run(steps: int | None = None) -> torch.Tensor:
             own = arguments if steps is None else {**arguments, "num_inference_steps": steps}
             result = pipe(**own, generator=torch.Generator(pipe.device).manual_seed(0))
-            if isinstance(result, torch.Tensor):
-                return result
-            return result.images if hasattr(result, "images") else result.frames
+            for name in ("images", "frames"):
+                result = getattr(result, name, result)
+            return result
 
         return run
+
+    def compile(self, pipe: Any, mode: str) -> None:
+        """As the mode asks for."""
+        models.compile_as(self.denoiser(pipe), mode)
+
+    def first_calls(
+        self, call: Callable[..., Any], steps: int | None, pipe: Any, begin: float
+    ) -> dict[str, Any]:
+        """Calls until the pipeline is at full speed, and their times, the first one since `begin`."""
+        call(WARM_UP_STEPS)
+        timing.synchronize(pipe.device)
+        seconds = time.perf_counter() - begin
+        click.echo(f"{WARM_UP_STEPS} steps with set-up {seconds:.2f} s")
+        return {"first_steps_s": seconds}
+
+    def parts(self, pipe: Any) -> Parts:
+        """Watches the parts of a call."""
+        return Parts(pipe)
 
 
 def add_lora(model: torch.nn.Module, rank: int) -> None:
@@ -140,7 +162,7 @@ def add_lora(model: torch.nn.Module, rank: int) -> None:
     model.add_adapter(LoraConfig(r=rank, **options))
 
 
-def _published(
+def published(
     title: str,
     key: str,
     steps: int,
@@ -163,7 +185,7 @@ FLUX3 = replace(
     hub_id=None,
     pipeline="Flux3ModularPipeline",
     size=(10, 1024, 1024),
-    call={"negative_prompt": ""},
+    call={"negative_prompt": "", "output": "images"},
     parts={
         "transformer": ("Flux3Transformer2DModel", {}),
         "vae": ("AutoencoderKLFlux2", {}),
@@ -182,55 +204,93 @@ def _flux3_of(parts: dict[str, Any]) -> flux3.Flux3ModularPipeline:
     return pipe
 
 
-def _flux3_pipeline(*arguments: Any) -> flux3.Flux3ModularPipeline:
-    return _flux3_of(random_parts(*arguments))
-
-
 PIPELINES = {
-    "flux": _published("FLUX.1-dev", "flux", 28),
-    "flux_lora": _published("FLUX.1-dev with a LoRA of rank 16", "flux", 28, lora_rank=16),
-    "flux2": _published("FLUX.2-dev", "flux2", 5),
-    "flux3": Pipeline("FLUX.3", FLUX3, 10, 50),
-    "qwenimage": _published("Qwen-Image", "qwenimage", 10, size=(1024, 1024)),
-    "sd3": _published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}),
-    "z_image": _published("Z-Image-Turbo", "z-image", 9),
-    "sdxl": _published("Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True),
-    "wan": _published(
+    "flux": published("FLUX.1-dev", "flux", 28),
+    "flux_lora": published("FLUX.1-dev with a LoRA of rank 16", "flux", 28, lora_rank=16),
+    "flux2": published("FLUX.2-dev", "flux2", 5),
+    "flux3": Pipeline("FLUX.3", FLUX3, 10, 50, assemble=_flux3_of),
+    "qwenimage": published("Qwen-Image", "qwenimage", 10, size=(1024, 1024)),
+    "sd3": published("Stable Diffusion 3.5 Large", "sd3", 28, {"num_layers": 38}),
+    "z_image": published("Z-Image-Turbo", "z-image", 9),
+    "sdxl": published("Stable Diffusion XL, channels last", "sdxl", 50, channels_last=True),
+    "wan": published(
         "Wan 2.1 14B", "wan", 2, {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
     ),
-    "ltx": _published("LTX-Video 2B", "ltx", 20),
-    "ltx2": _published("LTX-2", "ltx2", 3),
-    "hunyuan_video15": _published("HunyuanVideo 1.5", "hunyuan-video15", 2),
+    "ltx": published("LTX-Video 2B", "ltx", 20),
+    "ltx2": published("LTX-2", "ltx2", 3),
+    "hunyuan_video15": published("HunyuanVideo 1.5", "hunyuan-video15", 2),
 }
 
 
-class Decoder:
-    """Stands in for the decode method of a pipeline's autoencoder, and times it on the GPU."""
+def mark(device: torch.device) -> Any:
+    """A point of time on the device. On a GPU an event, so that nothing waits."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, vae: Any, device: torch.device) -> None:
-        self._decode, self._device = vae.decode, device
-        self._calls: list[Callable[[], float]] = []
-        vae.decode = self
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Between two marks. The GPU must be idle."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+
+
+class TimedMethod:
+    """Stands in for a method of a part of a pipeline, and times it on the device."""
+
+    def __init__(self, owner: Any, name: str, device: torch.device) -> None:
+        self._method, self._device = getattr(owner, name), device
+        self._calls: list[tuple[Any, Any]] = []
+        setattr(owner, name, self)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if self._device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = self._decode(*args, **kwargs)
-            end.record()
-            self._calls.append(lambda: start.elapsed_time(end) / 1e3)
-            return result
-        begin = time.perf_counter()
-        result = self._decode(*args, **kwargs)
-        seconds = time.perf_counter() - begin
-        self._calls.append(lambda: seconds)
+        begin = mark(self._device)
+        result = self._method(*args, **kwargs)
+        self._calls.append((begin, mark(self._device)))
         return result
 
     def take_seconds(self) -> float:
         """The time of all calls since the last `take_seconds`. The GPU must be idle."""
-        seconds = sum(call() for call in self._calls)
+        seconds = sum(itertools.starmap(seconds_between, self._calls))
         self._calls.clear()
         return seconds
+
+
+class Decoder(TimedMethod):
+    """Also asks for the most memory that decoding takes above what was there before.
+
+    Attributes:
+        added_bytes: that memory; None on a CPU.
+        peak_before: the most memory in use before decoding.
+    """
+
+    added_bytes: int | None = None
+    peak_before = 0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self._device.type != "cuda":
+            return super().__call__(*args, **kwargs)
+        self.peak_before = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        result = super().__call__(*args, **kwargs)
+        self.added_bytes = torch.cuda.max_memory_allocated(self._device) - before
+        return result
+
+
+class Parts:
+    """The watched parts of a pipeline's call: the decoder."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.decoder = Decoder(pipe.vae, "decode", pipe.device)
+
+    def figures(self, seconds: float) -> dict[str, Any]:
+        """Of the last call, which took this time."""
+        return {
+            "decoder_s": self.decoder.take_seconds(),
+            "decoder_bytes": self.decoder.added_bytes,
+        }
 
 
 def held_bytes(device: torch.device, with_pools: bool) -> int:
@@ -267,15 +327,15 @@ def set_up(
     twin = pipeline.twin(pipe)
     models.quantize_for(pipeline.denoiser(twin), mode)
     report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
-    models.compile_as(pipeline.denoiser(twin), mode)
+    pipeline.compile(twin, mode)
     return pipeline.call(twin, tiny), twin, report
 
 
 def timed_call(
-    call: Callable[..., torch.Tensor], decoder: Decoder, device: torch.device
-) -> dict[str, Any]:
-    """One picture or video: seconds, the decoder's, clock, power and energy, and the most memory that the
-    call takes above what was there before."""
+    call: Callable[..., torch.Tensor | np.ndarray], parts: Parts, device: torch.device
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """One picture or video, and its figures: seconds, those of its parts, clock, power and energy, and the
+    most memory that the call takes above what was there before."""
     timing.synchronize(device)
     before = 0
     if device.type == "cuda":
@@ -283,25 +343,22 @@ def timed_call(
         before = torch.cuda.memory_allocated(device)
     with clocks.watch(device) as clock:
         begin = time.perf_counter()
-        picture = call()
+        picture = torch.as_tensor(call())
         timing.synchronize(device)
         seconds = time.perf_counter() - begin
     if not torch.isfinite(picture).all():
         raise RuntimeError("the result has non-finite values")
-    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-    return {
-        "picture": picture.cpu(),
-        "seconds": seconds,
-        "decoder_s": decoder.take_seconds(),
-        "call_bytes": peak,
-        **clock,
-    }
+    peak = None
+    if device.type == "cuda":
+        peak = max(torch.cuda.max_memory_allocated(device), parts.decoder.peak_before) - before
+    figures = {"seconds": seconds, **parts.figures(seconds), "call_bytes": peak, **clock}
+    return picture.cpu(), figures
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of the calls of one mode."""
     entry: dict[str, Any] = {"seconds": timing.summarize([s["seconds"] for s in samples])}
-    for key in samples[0].keys() - {"picture", "seconds"}:
+    for key in samples[0].keys() - {"seconds"}:
         values = [s[key] for s in samples if s.get(key) is not None]
         entry[key] = statistics.median(values) if values else None
     return entry
@@ -322,33 +379,36 @@ def measure(
     steps = pipeline.steps if steps is None and not tiny else steps
     does_not_fit = []
     with models.weights(pipeline.denoiser(pipe), WEIGHTS):
-        calls, results, reports = {}, {}, {}
+        calls, results, reports, pictures = {}, {}, {}, {}
+
+        def measure_call(mode: str, whole: Callable[[], Any], parts: Parts) -> dict[str, Any]:
+            pictures[mode], figures = timed_call(whole, parts, device)
+            return figures
+
         for mode in pipeline.modes(pipe, modes):
             has_graphs = mode in models.GRAPHS_MODES
             before = held_bytes(device, has_graphs)
             begin = time.perf_counter()
+            click.echo(f"{pipeline.title} {mode}: ", nl=False)
             try:
                 call, twin, reports[mode] = set_up(pipeline, pipe, kernel, mode, tiny)
-                call(WARM_UP_STEPS)
+                first = pipeline.first_calls(call, steps, twin, begin)
             except torch.OutOfMemoryError:
-                click.echo(f"{pipeline.title} {mode}: does not fit beside the other modes' weights")
+                click.echo("does not fit beside the other modes' weights")
                 does_not_fit.append(mode)
-                call = twin = None
+                call = twin = reports[mode] = None
                 gc.collect()
                 continue
-            timing.synchronize(device)
-            first = time.perf_counter() - begin
-            click.echo(f"{pipeline.title} {mode}: {WARM_UP_STEPS} steps with set-up {first:.2f} s")
             weights, shared = weights_of(twin), weights_of(pipe)
             own = sum(size for place, size in weights.items() if place not in shared)
             results[mode] = {
-                "first_steps_s": first,
+                **first,
                 "weight_bytes": sum(weights.values()),
                 "held_bytes": max(0, held_bytes(device, has_graphs) - before - own),
             }
             whole = functools.partial(call, steps)
-            calls[mode] = functools.partial(timed_call, whole, Decoder(twin.vae, device))
-        samples = timing.interleave(calls, rounds, device, lambda call, device: call(device))
+            calls[mode] = functools.partial(measure_call, mode, whole, pipeline.parts(twin))
+        samples = timing.interleave(calls, rounds, device, lambda call, device: call())
     for mode, result in results.items():
         result.update(summary(samples[mode]))
         if mode in models.GRAPHS_MODES:
@@ -357,11 +417,10 @@ def measure(
             parts = ("weight_bytes", "held_bytes", "call_bytes")
             result["memory_bytes"] = sum(result[part] for part in parts)
         if "eager" in samples and mode != "eager":
-            distance = psnr(samples[mode][-1]["picture"], samples["eager"][-1]["picture"])
+            distance = psnr(pictures[mode], pictures["eager"])
             result["psnr_to_eager_db"] = distance if math.isfinite(distance) else None
     medians = {mode: result["seconds"]["median"] for mode, result in results.items()}
     return {
-        "name": next(name for name, known in PIPELINES.items() if known is pipeline),
         "title": pipeline.title,
         "size": "x".join(str(side) for side in _sides(pipeline)),
         "steps": steps,
@@ -396,6 +455,45 @@ def show(entry: dict[str, Any]) -> None:
     click.echo(tabulate(rows, headers, floatfmt=".3f"))
 
 
+def measure_pipelines(
+    benchmark: str,
+    pipelines: Sequence[Pipeline],
+    known: Mapping[str, Pipeline],
+    modes: list[str],
+    output: Path | None,
+    show: Callable[[dict[str, Any]], None],
+    device: torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> None:
+    """Measures pipelines of a table in each mode, one after the other, and writes and shows the results."""
+    modes = modes_on(device, modes)
+    injected = any(mode.startswith("injected") for mode in modes)
+    kernel, _ = models.load_kernel() if injected else (None, None)
+    result: dict[str, Any] = {
+        "environment": record.environment(device),
+        "dtype": record.dtype_name(dtype),
+        "pipelines": [],
+    }
+    where = record.destination(output, benchmark, ("pipelines", "modes"))
+
+    def measure_one(name: str) -> None:
+        begin = time.perf_counter()
+        entry = measure(known[name], kernel, modes, device=device, dtype=dtype, **options)
+        entry = {"name": name, **entry, "wall_s": time.perf_counter() - begin}
+        result["pipelines"].append(entry)
+        if where is not None:
+            record.write(where, result)
+        show(entry)
+        click.echo(f"{entry['title']}: {entry['wall_s']:.0f} s for all modes")
+
+    names = {id(pipeline): name for name, pipeline in known.items()}
+    chosen = [names[id(pipeline)] for pipeline in pipelines]
+    measure_each({name: functools.partial(measure_one, name) for name in chosen}, device)
+    if where is not None:
+        click.echo(f"\nWrote {where}")
+
+
 @click.command()
 @click.option(
     "--pipelines",
@@ -413,26 +511,8 @@ def show(entry: dict[str, Any]) -> None:
 @torch.no_grad()
 def main(pipelines, modes, device, dtype, tiny, rounds, steps, output) -> None:
     """Time whole pipelines, without the text encoder, in each mode."""
-    modes = modes_on(device, modes)
-    injected = any(mode.startswith("injected") for mode in modes)
-    kernel, _ = models.load_kernel() if injected else (None, None)
-    result: dict[str, Any] = {
-        "environment": record.environment(device),
-        "dtype": record.dtype_name(dtype),
-        "pipelines": [],
-    }
-    output = record.destination(output, "pipelines", ("pipelines", "modes"))
-
-    def measure_one(pipeline: Pipeline) -> None:
-        entry = measure(pipeline, kernel, modes, rounds, device, dtype, tiny, steps)
-        result["pipelines"].append(entry)
-        if output is not None:
-            record.write(output, result)
-        show(entry)
-
-    measure_each({p.title: functools.partial(measure_one, p) for p in pipelines}, device)
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    options = {"rounds": rounds, "device": device, "dtype": dtype, "tiny": tiny, "steps": steps}
+    measure_pipelines("pipelines", pipelines, PIPELINES, modes, output, show, **options)
 
 
 if __name__ == "__main__":

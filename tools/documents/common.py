@@ -19,6 +19,7 @@ MODE_NAMES = {
     "compiled": "torch.compile",
     "compiled-regional": "torch.compile, block by block",
     "compiled-regional+fa3": "the same with FlashAttention-3",
+    "compiled-regional+decoder": "torch.compile, blocks and decoder",
     "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
     "injected+graphs": "injected with CUDA graphs",
@@ -28,6 +29,8 @@ MODE_NAMES = {
     "injected+fp8+int8": 'FP8 by torchao, injected, `attention="int8"`',
     "injected+precision-fp8": '`precision="fp8"`',
     "injected+precision-fp8-fast": '`precision="fp8-fast"`',
+    "injected+graphs+precision-fp8": '`precision="fp8"` with CUDA graphs',
+    "injected+graphs+precision-fp8-fast": '`precision="fp8-fast"` with CUDA graphs',
 }
 NOT_MEASURED = "not measured"
 MOST_COMMANDS = 2  # that stand under a table in full

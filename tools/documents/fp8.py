@@ -74,7 +74,7 @@ def fp8_models(results: Path) -> str:
         row = [*cells, milliseconds(ours)]
         row += [times(ms[mode] / ours if mode in ms else None) for mode in COMPARED[:-1]]
         row.append(full_speed(entry, models.INJECTED_FP8))
-        plain, in_fp8 = map(ms.get, models.GRAPHS_MODES)
+        plain, in_fp8 = map(ms.get, (models.GRAPHS, models.GRAPHS_FP8))
         both = plain and in_fp8 and f"{milliseconds(in_fp8)}, {times(plain / in_fp8)}"
         rows.append([*row, both or ""])
     headers = ["model", "weights", "FP8 injected", "over eager", "over injected"]

@@ -57,8 +57,8 @@ def run_of(results: Path, mode: str = models.REGIONAL) -> dict:
     return there(chosen.pipelines_run(results, mode), "pipelines")
 
 
-def gibibytes(measured: dict | None) -> str:
-    memory = measured and measured.get("memory_bytes")
+def gibibytes(measured: dict | None, key: str = "memory_bytes") -> str:
+    memory = measured and measured.get(key)
     return number(memory / 2**30 if memory else None, "GiB", 1)
 
 
