@@ -732,6 +732,8 @@ def without_optional(name, arguments):
     operation = TABLE.get(operation_of(name).removesuffix("_fp8"), Operation())
     if not left_out >= {*operation.modulations}:
         kept.append("index")  # of the tables
+    if name == "conv3d":
+        kept += ["padding", "border"]
     return {
         key: None if key in left_out else value
         for key, value in arguments.items()

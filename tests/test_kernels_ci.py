@@ -150,7 +150,7 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    others = {"linears_lora", *FP8_OPERATIONS, *(f"{name}_fp8" for name in WITH_FP8_RESULT)}
+    others = {"linears_lora", "conv3d", *FP8_OPERATIONS, *(f"{name}_fp8" for name in WITH_FP8_RESULT)}
     assert operations - NOT_OPERATIONS - others == set(CASES)
 
 
@@ -306,6 +306,18 @@ def test_lora(kernel, device, dtype, approximate):
         torch.testing.assert_close(out.double(), expected, rtol=half_ulp + 1e-5, atol=1e-4)
     low = kernel.lora_down(x, [weights[0][:16]])
     torch.testing.assert_close(low, x @ weights[0][:16].T, rtol=1 / 64, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_conv3d(kernel, device, dtype):
+    x = torch.randn(BATCH, 16, 3, 5, 7, device=device).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    weight = torch.randn(24, 16, 3, 3, 3, device=device).to(dtype)
+    out = kernel.conv3d(x, weight, padding=(2, 0, 1, 1), previous=x[:, :, :2])
+    padded = F.pad(torch.cat([x[:, :, :2], x], 2).double(), (1, 1, 1, 1, 2, 0))
+    half_ulp = torch.finfo(dtype).eps / 2
+    expected = F.conv3d(padded, weight.double())
+    torch.testing.assert_close(out.double(), expected, rtol=half_ulp + 1e-5, atol=1e-3)
 
 
 def test_a_wrong_call_raises_one_sentence(kernel, device):
