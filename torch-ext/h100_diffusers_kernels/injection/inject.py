@@ -22,7 +22,6 @@ from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionRep
 from .decoders.blocks import DECODERS
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
-from .families import IN_PART as _IN_PART_OF_FAMILIES
 from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -159,7 +158,8 @@ def inject_kernels(
             report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
-            has_graphs = is_alone or not type(model).__module__.startswith(_AUTOENCODERS)
+            is_autoencoder = type(model).__module__.startswith(_AUTOENCODERS)
+            has_graphs = is_alone or family is not None or not is_autoencoder
             plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
@@ -459,9 +459,12 @@ def _models_in(
     model of diffusers or any module.
     """
     cls: Any = find_class(_MODEL)
-    modules = component.named_modules() if cls is not None else ()
+    modules = [*component.named_modules()] if cls is not None else []
     models = [(n, m) for n, m in modules if isinstance(m, cls)]
-    known = [(n, m, family) for n, m in models if (family := family_of(m)) is not None]
+    # The decoder of an autoencoder may be a transformer of a family.
+    decoders = [(n, m) for n, m in modules if type(m).__module__.startswith(_AUTOENCODERS)]
+    candidates = dict([*models, *decoders]).items()
+    known = [(n, m, family) for n, m in candidates if (family := family_of(m)) is not None]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
         return
@@ -484,7 +487,6 @@ def family_of(module: nn.Module) -> Family | None:
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes
 # before or after it. A module's stand-in computes the same from the same arguments.
 _IN_PART: tuple[PatchSpec, ...] = (
-    *_IN_PART_OF_FAMILIES,
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,
