@@ -171,7 +171,10 @@ WITHOUT_EFFECT = {
 @pytest.mark.parametrize("is_first", [True, False], ids=["injected first", "changed first"])
 @pytest.mark.parametrize(
     ("kept", "name"),
-    [*itertools.product(["loaded", "none"], CHANGES), *(("loaded", name) for name in WITHOUT_EFFECT)],
+    [
+        *itertools.product(["loaded", "none"], CHANGES),
+        *(("loaded", name) for name in WITHOUT_EFFECT),
+    ],
 )
 def test_changed_parts(kernel, device, name, kept, is_first):
     """They run their own code."""
@@ -269,7 +272,10 @@ def test_rotation_of_a_part(kernel, device, batch, count, change):
 
 class Pipeline:
     def __init__(self, device, vae):
-        self.components = {"transformer": ltx_models.transformer(device, BFLOAT16, blocks=5), "vae": vae}
+        self.components = {
+            "transformer": ltx_models.transformer(device, BFLOAT16, blocks=5),
+            "vae": vae,
+        }
 
 
 def test_graphs(graphs, device):  # noqa: F811

@@ -22,6 +22,7 @@ from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionRep
 from .decoders.blocks import DECODERS
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
+from .families import IN_PART as _IN_PART_OF_FAMILIES
 from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -74,8 +75,9 @@ def inject_kernels(
     kernels.
 
     A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
-    one by one. The report's ``levels`` say which. Autoencoders run in part. Text encoders and the other parts
-    of a pipeline are left alone, unless one is passed by itself.
+    one by one. The report's ``levels`` say which. Autoencoders run in part, unless their decoder is a
+    transformer of a known class. Text encoders and the other parts of a pipeline are left alone, unless one
+    is passed by itself.
 
     Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
     as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
@@ -109,8 +111,8 @@ def inject_kernels(
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
-            reason. A pipeline's autoencoders get no graphs: they run once a picture. All graphs of the
-            pipeline share one more copy of a forward's working memory. Not for a model if another thread
+            reason. A pipeline's autoencoders in part get no graphs: they run once a picture. All graphs of
+            the pipeline share one more copy of a forward's working memory. Not for a model if another thread
             draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
             captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
@@ -461,10 +463,13 @@ def _models_in(
     cls: Any = find_class(_MODEL)
     modules = [*component.named_modules()] if cls is not None else []
     models = [(n, m) for n, m in modules if isinstance(m, cls)]
-    # The decoder of an autoencoder may be a transformer of a family.
-    decoders = [(n, m) for n, m in modules if type(m).__module__.startswith(_AUTOENCODERS)]
-    candidates = dict([*models, *decoders]).items()
-    known = [(n, m, family) for n, m in candidates if (family := family_of(m)) is not None]
+    # An autoencoder's decoder may be a transformer of a family.
+    known = [
+        (n, m, family)
+        for n, m in modules
+        if (isinstance(m, cls) or type(m).__module__.startswith(_AUTOENCODERS))
+        and (family := family_of(m)) is not None
+    ]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
         return
@@ -487,6 +492,7 @@ def family_of(module: nn.Module) -> Family | None:
 # Models without a family: how they connect their modules is unknown, so no module is fused with what comes
 # before or after it. A module's stand-in computes the same from the same arguments.
 _IN_PART: tuple[PatchSpec, ...] = (
+    *_IN_PART_OF_FAMILIES,
     *(*ADAPTIVE_NORMS, *NORMS, GROUP_NORM),
     *(UNFUSED_GELU, *GATED_ACTIVATIONS, *FP8_LINEARS_IN_PART),
     *DECODERS,

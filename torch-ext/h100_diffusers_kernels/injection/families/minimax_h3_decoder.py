@@ -35,7 +35,9 @@ def _block_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Ten
     if not call.takes(hidden_states):
         return NotImplemented
     dtype = _dtype_of(modules["attn"]._modules["to_q"])
-    of_sums = reduce(torch.promote_types, (dtype, self.scale1.dtype, self.scale2.dtype), hidden_states.dtype)
+    of_sums = reduce(
+        torch.promote_types, (dtype, self.scale1.dtype, self.scale2.dtype), hidden_states.dtype
+    )
     if of_sums != dtype and torch.compiler.is_compiling():
         return NotImplemented  # Inductor fuses conversions with the norms
     (s,) = streams.start(call, self, PLAIN_FIRST_NORMS, (hidden_states.to(of_sums),), ())
