@@ -8,13 +8,13 @@ import re
 import accelerate
 import pytest
 import torch
-from diffusers.models.autoencoders import autoencoder_kl_minimax_h3
+from diffusers.models.autoencoders import autoencoder_kl_minimax_h3, ltx2_diffusion_decoder
 from diffusers.models.autoencoders.autoencoder_kl_minimax_h3 import MiniMaxH3VideoAttnProcessor
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ltx_models
-from autoencoders import MINIMAX_H3, decode
+from autoencoders import LTX2_DIFFUSION, MINIMAX_H3, decode
 from checks import relative_distance
 from graphs import graphs, module_of  # noqa: F401
 from injected_pairs import (
@@ -316,3 +316,107 @@ def test_precision(kernel, device, monkeypatch, precision):
     assert reasons_of(report)[f"vae.{BLOCKS}.0.attn.to_q"] == reason
     with pytest.raises(ValueError, match="without one: its weight is float32"):
         kernel.inject_kernels(model_of(device, FLOAT32), precision=precision)
+
+
+# ------------------------------------------------------------------------------------------------
+# LTX-2.5
+
+
+def ltx2_pair(kernel, device, dtype, change=None, **options):
+    return injected(kernel, LTX2_DIFFUSION.model(device, dtype), change, **options)
+
+
+def ltx2_arguments(device, dtype, seed=1):
+    return {"z": LTX2_DIFFUSION.arguments(device, dtype, seed)["z"]}
+
+
+@torch.no_grad()
+def denoise(model, arguments):
+    """Its noise has the same values in each dtype."""
+    z = arguments["z"]
+    generator = torch.Generator().manual_seed(7)
+    x_t = torch.randn(len(z), 3, 3, 24, 32, generator=generator).to(z)
+    decoder = model.decoder
+    context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(z))
+    return decoder.denoise(context, x_t, 1).flatten()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("tokens", [16384, 64], ids=["", "tiles"])
+def test_ltx2(kernel, device, monkeypatch, dtype, tokens):
+    monkeypatch.setattr(ltx2_diffusion_decoder, "_SWIGLU_TILE_SIZE", tokens)
+    model, plain, report = ltx2_pair(kernel, device, dtype)
+    assert report.levels == {"decoder": "in full"}
+    arguments = ltx2_arguments(device, dtype)
+    expected, whole = denoise(plain, arguments), decode(plain, arguments)
+    if dtype is FLOAT32:
+        assert relative_distance(denoise(model, arguments), expected) <= SLACK[dtype]
+    else:
+        make = functools.partial(ltx2_arguments, device)
+        assert_as_close_as_eager(model, plain, make, 2, denoise)
+    assert relative_distance(decode(model, arguments), whole) <= SLACK[dtype]
+    counts = on_kernels(report)
+    assert counts["LTX2VideoDiffusionDecoder3d"] == 1 and fallen_back(report) == {}
+    assert counts["LTX2VideoVaeNeighborhoodAttention"] == counts["LTX2VideoVaeSwiGLU"] > 0
+    kernel.eject_kernels(model)
+    assert torch.equal(decode(model, arguments), whole)
+
+
+def hook_of(path):
+    def change(model):
+        module = model.decoder.get_submodule(path)
+        module.register_forward_hook(lambda module, args, out: out.flip(-1))
+
+    return change
+
+
+def other_rotation(model):
+    model.decoder.diff_blocks[0].attn.rope = nn.Identity()
+    model.decoder.det_stages[0][0].attn.rope.base = 10.0
+
+
+class Doubling(ltx2_diffusion_decoder.LTX2VideoVaeNeighborhoodAttnProcessor):
+    def __call__(self, attn, hidden_states, block_mask=None):
+        assert isinstance(attn, nn.Module)
+        return 2 * super().__call__(attn, hidden_states, block_mask)
+
+
+def other_processor(model):
+    model.decoder.diff_blocks[1].attn.set_processor(Doubling())
+
+
+def other_scale(model):
+    model.decoder.diff_blocks[1].attn.scale = 3.0
+
+
+LTX2_CHANGES = {
+    "hook on a block": hook_of("diff_blocks.0"),
+    "hook on a norm": hook_of("diff_blocks.1.norm1"),
+    "hook on a query norm": hook_of("det_stages.0.0.attn.norm_q"),
+    "hook on a layer": hook_of("det_stages.0.1.attn.to_k"),
+    "hook on the context": hook_of("diff_blocks.1.context_proj"),
+    "hook on the MLP": hook_of("det_stages.0.0.mlp.w_gate"),
+    "another rotation": other_rotation,
+    "another processor": other_processor,
+    "another scale": other_scale,
+}
+
+
+@pytest.mark.parametrize("name", LTX2_CHANGES)
+def test_changed_parts_of_ltx2(kernel, device, name):
+    model, plain, _ = ltx2_pair(kernel, device, FLOAT32, LTX2_CHANGES[name])
+    arguments = ltx2_arguments(device, FLOAT32)
+    before, expected = denoise(LTX2_DIFFUSION.model(device), arguments), denoise(plain, arguments)
+    assert relative_distance(before, expected) > 1e-3
+    assert relative_distance(denoise(model, arguments), expected) <= SLACK[FLOAT32]
+
+
+@pytest.mark.parametrize("name", ["attn", "mlp"])
+def test_gradients_of_ltx2(kernel, device, monkeypatch, name):
+    monkeypatch.setattr(ltx2_diffusion_decoder, "_SWIGLU_TILE_SIZE", 20)
+    attention = "dispatch_attention_fn"  # which has no gradient on a CPU
+    monkeypatch.setattr(ltx2_diffusion_decoder, attention, lambda q, k, v, **_: q.sin() + k * v)
+    model, plain, report = injected(kernel, LTX2_DIFFUSION.model(device).decoder)
+    both = (each.det_stages[1][0].get_submodule(name) for each in (model, plain))
+    assert_gradients_agree(*both, (torch.randn(2, 4, 4, 4, 32, device=device),))
+    assert fallen_back(report) == {}
