@@ -84,10 +84,11 @@ def _attention_forward(self: Any, call: Call, hidden_states: Tensor, block_mask:
 
 def _project(self: Any, call: Call, x: Tensor) -> tuple[Tensor, ...]:
     """Query, key and value, each (B, T, H, W, heads, d). The query's tables contain its scale."""
-    rope, grid, heads = self._modules["rope"], x.shape[1:4], self.heads
+    rope: Any = self._modules["rope"]
+    grid, heads = x.shape[1:4], self.heads
     query, key, value = query_key_value(self, x, None)
     tokens = query.flatten(1, 3), key.flatten(1, 3)
-    q, k = norm_and_rotate(call, self, *tokens, None, None, "per_head", heads)
+    q, k = norm_and_rotate(call, self, *tokens, None, rope, "per_head", heads)
     q, k, v = (each.view(*x.shape[:4], heads, -1) for each in (q, k, value))
     is_known = is_stock(rope, _ROPE)
     if not is_known or not same_dtype_and_unit_stride(q, k):
@@ -95,8 +96,9 @@ def _project(self: Any, call: Call, x: Tensor) -> tuple[Tensor, ...]:
         return rope(q * self.scale), rope(k), v
     ends = (*grid, *rope.rope_dim_split, rope.base, self.scale)
     tables = cached(call, q, ends, lambda: _tables(rope, grid, self.scale, q.device))
-    of_q, of_k = (tuple(zip(part[::2], part[1::2])) for part in (tables[:6], tables[6:]))
-    q, k = operations.rope_3d(q.flatten(1, 3), *of_q), operations.rope_3d(k.flatten(1, 3), *of_k)
+    pairs: Any = tuple(zip(tables[::2], tables[1::2]))
+    q = operations.rope_3d(q.flatten(1, 3), *pairs[:3])
+    k = operations.rope_3d(k.flatten(1, 3), *pairs[3:])
     return q.view(v.shape), k.view(v.shape), v
 
 

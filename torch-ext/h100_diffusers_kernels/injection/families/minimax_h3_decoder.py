@@ -34,7 +34,7 @@ def _block_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Ten
     modules = self._modules
     if not call.takes(hidden_states):
         return NotImplemented
-    dtype = _dtype_of(modules["attn"]._modules["to_q"])
+    dtype = _dtype_of(modules["attn"].to_q)
     of_sums = reduce(
         torch.promote_types, (dtype, self.scale1.dtype, self.scale2.dtype), hidden_states.dtype
     )
