@@ -420,3 +420,19 @@ def test_gradients_of_ltx2(kernel, device, monkeypatch, name):
     both = (each.det_stages[1][0].get_submodule(name) for each in (model, plain))
     assert_gradients_agree(*both, (torch.randn(2, 4, 4, 4, 32, device=device),))
     assert fallen_back(report) == {}
+
+
+def test_compiled_ltx2(kernel, device):
+    """Attention and MLP are the compiler's."""
+    model, plain, _ = ltx2_pair(kernel, device, BFLOAT16)
+    arguments = ltx2_arguments(device, BFLOAT16)
+    expected = denoise(plain, arguments)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    for block in (model.decoder.det_stages[0][0], model.decoder.diff_blocks[1]):
+        block.compile(fullgraph=True, backend=counter)
+    assert relative_distance(denoise(model, arguments), expected) <= SLACK[BFLOAT16]
+    names = [{str(node.target) for node in graph.graph.nodes} for graph in counter.graphs]
+    assert len(names) == 2
+    assert all(any("norm_modulate" in name for name in each) for each in names)
+    assert not any("rope_3d" in name for each in names for name in each)
