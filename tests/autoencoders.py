@@ -178,6 +178,23 @@ MINIMAX_H3 = Autoencoder(
     },
     *((4, 7, 2, 3), (3, 17, 32, 48)),
 )
+# Of pixels' diffusion, whose blocks attend to neighbors.
+LTX2_DIFFUSION = Autoencoder(
+    "LTX2VideoDiffusionDecoderModel",
+    {
+        "latent_channels": 4,
+        "decoder_head_dim": 32,
+        "decoder_stage_channels": (64, 32, 32, 32, 32),
+        "decoder_stage_depths": (2, 1, 1, 1, 2),
+        "decoder_stage_kernels": ((1, 3, 3),) * 4,
+        "decoder_upsample_strides": ((1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 1, 1)),
+        "decoder_upsample_channel_reductions": (2, 1, 1, 1),
+        "decoder_stage5_kernel": (3, 3, 3),
+        "decoder_t_emb_dim": 16,
+        "temporal_compression_ratio": 2,
+    },
+    *((4, 2, 3, 4), (3, 1, 1, 1)),
+)
 
 # Of which only convolutions and norms run on the kernels.
 IN_SINGLE_PARTS = {

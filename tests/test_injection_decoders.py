@@ -29,7 +29,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import ltx_models
-from autoencoders import AUTOENCODERS, IN_SINGLE_PARTS, MINIMAX_H3, decode, encode, run
+from autoencoders import AUTOENCODERS, IN_SINGLE_PARTS, decode, encode, run
 from checks import relative_distance
 from injected_pairs import (
     SLACK,
@@ -439,60 +439,6 @@ def test_offloading(kernel, device):
         for is_first in (True, False):
             model, plain, _, arguments = small_pair(kernel, "wan", device, change, is_first)
             assert_same(model, plain, arguments, decode)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("keeps_float32", [True, False])
-def test_float32_tokens(kernel, device, keeps_float32):
-    """Norms of float32 tokens run on the kernels, with weights of either dtype."""
-    plain = MINIMAX_H3.model(device)
-    kept = plain._keep_in_fp32_modules if keeps_float32 else ("encoder", "quant_conv")
-    for name, parameter in plain.named_parameters():
-        if not set(kept).intersection(name.split(".")):
-            parameter.data = parameter.data.to(BFLOAT16)
-    model, plain, report = injected(kernel, plain)
-
-    def make_arguments(dtype, seed):
-        return MINIMAX_H3.arguments(device, dtype, seed)
-
-    assert_as_close_as_eager(model, plain, make_arguments, 2, decode)
-    assert on_kernels(report)["RMSNorm"] and fallen_back(report) == {}
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("change", [None, "hook", "norm"])
-def test_rotation_of_a_part(kernel, device, batch, change):
-    """Of MiniMax-H3's attention: one launch of both norms, and one that rotates in place, of one sample."""
-    small = MINIMAX_H3.model(device, BFLOAT16).decoder
-    plain = nn.ModuleList([small.transformer_blocks[0].attn])
-    dtypes = set()  # of what the hook is given, in either model
-
-    def hook(module, args, out):
-        dtypes.add((args[0].dtype, out.dtype))
-        return out * 1.5
-
-    if change == "hook":
-        plain[0].norm_q.register_forward_hook(hook)
-    elif change == "norm":
-        plain[0].norm_q = nn.LayerNorm(64, elementwise_affine=False)
-    model, plain, _ = injected(kernel, plain)
-
-    def make_arguments(dtype, seed):
-        generator = torch.Generator(device).manual_seed(seed)
-        x = torch.randn(batch, 7, 128, device=device, generator=generator).to(dtype)
-        positions = torch.randn(1, 7, 3, device=device, generator=generator)
-        return {"x": x, "tables": small.rope(positions.expand(batch, -1, -1))}
-
-    def forward(modules, arguments):
-        with torch.no_grad():
-            return modules[0](arguments["x"], arguments["tables"])
-
-    calls = ltx_models.kernel_calls(lambda: forward(model, make_arguments(BFLOAT16, 0)))
-    assert calls["attention"] == 1
-    assert ("qk_norm_rope_out" in calls) == (change is None and batch == 1)
-    forward(plain, make_arguments(BFLOAT16, 0))
-    assert len(dtypes) == (change == "hook")
-    assert_as_close_as_eager(model, plain, make_arguments, 8, forward)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)

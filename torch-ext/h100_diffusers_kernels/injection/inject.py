@@ -76,8 +76,9 @@ def inject_kernels(
     kernels.
 
     A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
-    one by one. The report's ``levels`` say which. Autoencoders run in part. Text encoders and the other parts
-    of a pipeline are left alone, unless one is passed by itself.
+    one by one. The report's ``levels`` say which. Autoencoders run in part, unless their decoder is a
+    transformer of a known class. Text encoders and the other parts of a pipeline are left alone, unless one
+    is passed by itself.
 
     Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
     as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
@@ -111,8 +112,8 @@ def inject_kernels(
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
-            reason. A pipeline's autoencoders get no graphs: they run once a picture. All graphs of the
-            pipeline share one more copy of a forward's working memory. Not for a model if another thread
+            reason. A pipeline's autoencoders in part get no graphs: they run once a picture. All graphs of
+            the pipeline share one more copy of a forward's working memory. Not for a model if another thread
             draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
             captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
@@ -160,7 +161,7 @@ def inject_kernels(
             report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
-            has_graphs = is_alone or not _is_autoencoder(model)
+            has_graphs = is_alone or family is not None or not _is_autoencoder(model)
             plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
@@ -462,9 +463,15 @@ def _models_in(
     model of diffusers or any module.
     """
     cls: Any = find_class(_MODEL)
-    modules = component.named_modules() if cls is not None else ()
+    modules = [*component.named_modules()] if cls is not None else []
     models = [(n, m) for n, m in modules if isinstance(m, cls)]
-    known = [(n, m, family) for n, m in models if (family := family_of(m)) is not None]
+    # An autoencoder's decoder may be a transformer of a family.
+    known = [
+        (n, m, family)
+        for n, m in modules
+        if (isinstance(m, cls) or type(m).__module__.startswith(_AUTOENCODERS))
+        and (family := family_of(m)) is not None
+    ]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
         return

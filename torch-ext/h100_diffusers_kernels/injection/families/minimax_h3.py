@@ -63,7 +63,7 @@ def _first_norm(call: Call, block, previous_x, temb: Tensor, indices: Tensor) ->
     return streams.plain_norm(call, block, previous_x, **options)
 
 
-_FIRST_NORMS_OF_TEXT = (partial(streams.plain_norm, name="norm1", readers=IMAGE_READERS),)
+PLAIN_FIRST_NORMS = (partial(streams.plain_norm, name="norm1", readers=IMAGE_READERS),)
 
 
 def _block_forward(
@@ -82,14 +82,14 @@ def _text_block_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     x, modules = hidden_states, self._modules
     if not call.takes(x):
         return NotImplemented
-    (s,) = streams.start(call, self, _FIRST_NORMS_OF_TEXT, (x,), ())
+    (s,) = streams.start(call, self, PLAIN_FIRST_NORMS, (x,), ())
     s.add(modules["attn"](s.n))
     n = s.norm("norm2", readers=partial(linears.feed_forward_reader, "ff"))
     s.add(linears.feed_forward_branch(modules["ff"], n))
     return streams.end(s)
 
 
-def _attention_forward(
+def attention_forward(
     self, call: Call, hidden_states, rotary_emb=None, attention_mask=None, *, norms_in_float32=False
 ) -> Tensor:
     x, fused = hidden_states, None
@@ -108,16 +108,10 @@ def _rotated(call: Call) -> Any:
         if tables[0].dim() == 2:
             return rotate(x, *tables)
         # A table for each sample: its tokens as those of one sample.
-        return rotate(x.flatten(0, 1)[None], *(t.flatten(0, 2) for t in tables)).view_as(x)
+        each = (t.expand(x.shape[0], -1, -1, -1).flatten(0, 2) for t in tables)
+        return rotate(x.flatten(0, 1)[None], *each).view_as(x)
 
     return rotated
-
-
-def _video_attention_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Tensor:
-    """Of the autoencoder's decoder, whose tables are (B, S, 1, r)."""
-    if rotary_emb is not None and rotary_emb[0].shape[0] == 1:
-        rotary_emb = tuple([t[0, :, 0] for t in rotary_emb])
-    return _attention_forward(self, call, hidden_states, rotary_emb, norms_in_float32=True)
 
 
 def _output_norm_forward(self: Any, call: Call, hidden_states, temb, timestep_indices) -> Tensor:
@@ -130,7 +124,7 @@ def _output_norm_forward(self: Any, call: Call, hidden_states, temb, timestep_in
     return chosen_norm_modulate(call, self, "norm", x, scale, shift)
 
 
-_attention_spec = partial(
+attention_spec = partial(
     attention.AttentionSpec, operations="qk_norm_rope", rotate=f"{_MINIMAX}:_apply_rotary_emb"
 )
 _LISTS = ("token_refiner.refiner_blocks", "transformer_blocks")
@@ -139,14 +133,11 @@ _SPECS = (
     model_spec(f"{_MINIMAX}:MiniMaxH3Transformer3DModel", *_LISTS),
     streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TransformerBlock", _block_forward, functions=_SILU),
     streams.BlockSpec(f"{_MINIMAX}:MiniMaxH3TokenRefinerBlock", _text_block_forward),
-    _attention_spec(f"{_MINIMAX}:MiniMaxH3Attention", _attention_forward),
+    attention_spec(f"{_MINIMAX}:MiniMaxH3Attention", attention_forward),
     PatchSpec(f"{_MINIMAX}:MiniMaxH3AdaLayerNormOut", _output_norm_forward, "rms_norm_modulate"),
     TIMESTEPS,
     linears.GATED_ACTIVATIONS[1],
 )
-# Of the autoencoder, which has no family. Its processor rotates inline in the same way.
-_AUTOENCODER = "diffusers.models.autoencoders.autoencoder_kl_minimax_h3"
-IN_PART = (_attention_spec(f"{_AUTOENCODER}:MiniMaxH3VideoAttention", _video_attention_forward),)
 _EMBEDDERS = ("proj_in", "audio_proj_in", "context_embedder", "time_embedder", "rope")
 _ONCE = (*_EMBEDDERS, "proj_out", "audio_proj_out")
 FAMILIES = (Family("MiniMax-H3", _SPECS, _ONCE, ONE_LIST, int8_tiers=PRECISIONS),)

@@ -415,8 +415,9 @@ def _residual(
     if "tanh_gate" in parts:
         gate = gate.tanh()
     if upcasts is Upcasts.TO_NEXT_LINEAR:
-        x = x.float() if gate is None else x.float() * gate
-        return (residual.float() + x).type_as(residual)
+        of_sum = residual.float()
+        sum_ = of_sum + x if gate is None else torch.addcmul(of_sum, x, gate)
+        return sum_.type_as(residual)
     return residual + (x if gate is None else x * gate)
 
 

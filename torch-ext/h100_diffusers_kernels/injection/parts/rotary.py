@@ -88,7 +88,7 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     """The ``rope`` argument of ``qk_norm_rope`` for ``x`` (B, S, H * d); None if it does not take this one.
 
     ``rope`` is a ``CoordinateTables``, or (cos, sin), each (1 or B, S, 1 or H, d / 2). With ``per_head`` each
-    may also be (S, d), the same for each head, or ``rope`` a complex table (S, d / 2). Without, each may be
+    may also be (S, d) or (1 or B, S, 1 or H, d), or ``rope`` a complex table (S, d / 2). Without, each may be
     (1 or B, S, H * d).
     """
     if type(rope) is CoordinateTables:
@@ -118,8 +118,8 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
         return None
     shape = cos.shape
     if len(shape) == 4:
-        is_shaped = shape[0] in (1, batch) and shape[1::2] == (length, head_dim // 2)
-        is_shaped = is_shaped and shape[2] in (1, heads)
+        is_shaped = shape[0] in (1, batch) and shape[1] == length and shape[2] in (1, heads)
+        is_shaped = is_shaped and shape[3] in (head_dim // 2, head_dim if per_head else -1)
     elif per_head:
         is_shaped = shape == (length, head_dim)
     else:

@@ -41,6 +41,7 @@ class Layers(NamedTuple):
         fast_blocks: lists of blocks that only "fp8-fast" quantizes.
         ends: the number of blocks at each end of the first list that "fp8" leaves.
         fast_ends: the same for "fp8-fast".
+        leaves_float32: whether layers in float32 keep their weights; otherwise they raise ValueError.
     """
 
     blocks: tuple[str, ...]
@@ -49,6 +50,7 @@ class Layers(NamedTuple):
     fast_blocks: tuple[str, ...] = ()
     ends: int = 0
     fast_ends: int = 0
+    leaves_float32: bool = False
 
 
 # Parts of blocks. An attention's projections may be fused by diffusers' fuse_qkv_projections.
@@ -100,6 +102,9 @@ def choose_layers(
             report.leave(name, layer, _NOT + reason)
             continue
         values = weight_values(layer)
+        if table.leaves_float32 and values is not None and values.dtype == torch.float32:
+            report.leave(name, layer, f"{_NOT}its weight is float32")
+            continue
         if values is None or values.dtype not in _DTYPES:
             got = "no values" if values is None else dtype_name(values.dtype)
             raise ValueError(

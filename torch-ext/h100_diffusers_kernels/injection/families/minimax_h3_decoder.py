@@ -1,0 +1,80 @@
+"""The decoder of MiniMax-H3's autoencoder: how this transformer maps to the operations.
+
+    x = x + attention(rms_norm(x)) * scale1
+    x = x + ff(rms_norm(x)) * scale2
+
+with an RMS norm of each head's query and key, a rotary embedding of the first elements of each head, and a
+feed-forward with SwiGLU. diffusers loads norms and scales in float32 beside 16-bit linear layers. Then the
+sums are float32, and the norms' results are rounded for the linear layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.checks import is_stock
+from ..core.forward_state import Family, model_spec
+from ..core.patch import Call
+from ..core.quantized_rows import QuantizedRows
+from ..parts import linears, streams
+from ..parts.norms import Upcasts
+from ..quantized.fp8_linears import LINEAR
+from ..quantized.precision import ONE_LIST
+from .minimax_h3 import PLAIN_FIRST_NORMS, attention_forward, attention_spec
+
+_AUTOENCODER = "diffusers.models.autoencoders.autoencoder_kl_minimax_h3"
+
+
+def _block_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Tensor:
+    modules = self._modules
+    if not call.takes(hidden_states):
+        return NotImplemented
+    dtype = _dtype_of(modules["attn"].to_q)
+    of_sums = reduce(
+        torch.promote_types, (dtype, self.scale1.dtype, self.scale2.dtype), hidden_states.dtype
+    )
+    if of_sums != dtype and torch.compiler.is_compiling():
+        return NotImplemented  # Inductor fuses conversions with the norms
+    (s,) = streams.start(call, self, PLAIN_FIRST_NORMS, (hidden_states.to(of_sums),), ())
+    s.add(modules["attn"](_rounded(s.n, dtype), rotary_emb), self.scale1)
+    n = s.norm("norm2", readers=partial(linears.feed_forward_reader, "ff"))
+    s.add(linears.feed_forward_branch(modules["ff"], _rounded(n, dtype)), self.scale2)
+    return streams.end(s)
+
+
+def _dtype_of(layer: Any) -> torch.dtype:
+    """As diffusers' ``get_parameter_dtype``."""
+    weight = layer._parameters.get("weight")
+    if weight is not None and is_stock(layer, LINEAR):
+        return weight.dtype
+    return sys.modules[_AUTOENCODER].get_parameter_dtype(layer)
+
+
+def _rounded(n: Any, dtype: torch.dtype) -> Any:
+    return n if type(n) is QuantizedRows else n.to(dtype)
+
+
+def _attention_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Tensor:
+    return attention_forward(self, call, hidden_states, rotary_emb, norms_in_float32=True)
+
+
+_SPECS = (
+    model_spec(f"{_AUTOENCODER}:MiniMaxH3VideoViTDecoder3d", "transformer_blocks"),
+    streams.BlockSpec(
+        f"{_AUTOENCODER}:MiniMaxH3VideoTransformerBlock",
+        _block_forward,
+        functions=(f"{_AUTOENCODER}:get_parameter_dtype",),
+        upcasts=Upcasts.TO_NEXT_LINEAR,
+    ),
+    # Its processor rotates inline, in the same way as the transformer's function.
+    attention_spec(f"{_AUTOENCODER}:MiniMaxH3VideoAttention", _attention_forward),
+    linears.GATED_ACTIVATIONS[1],
+)
+_ONCE = ("rope", "proj_in", "norm_out", "proj_out")
+_LAYERS = ONE_LIST._replace(leaves_float32=True)
+FAMILIES = (Family("MiniMax-H3's decoder", _SPECS, _ONCE, _LAYERS),)
