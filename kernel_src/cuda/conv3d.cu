@@ -1,11 +1,11 @@
 // conv3d: convolutions of videos with channels last, in steps of 1, as an implicit product with wgmma.
 //
-// A block computes tiles of 256 positions of one frame by up to 192 channels of the result. For each frame
-// and 32 channels that the tile reads, TMA copies the tile with its border once; all taps of rows and columns
-// then multiply parts of it. A tile has 8 x 8 positions for each of four products: the rows of the product's
-// descriptor are 8 positions, and its stride is that of the tile's rows, so that a tap only moves the
-// descriptor's address. The 64-byte swizzle depends on the address, thus not on where a product begins.
-// Beyond the image TMA writes zeros. With another border a warp overwrites them in shared memory.
+// A block computes tiles of four patches, each of 8 x 8 positions of one frame, by up to 192 channels of the
+// result. For each frame and 32 channels that a tile reads, TMA copies the patches with their borders once;
+// all taps of rows and columns then multiply parts of them. A product's 64 rows are a patch: 8 positions are
+// adjacent rows, and the stride in its descriptor is that of the patch's rows, so that a tap only moves the
+// address. The 64-byte swizzle depends on the address, thus not on where a product begins. Beyond the image
+// TMA writes zeros. With another border a warp overwrites them in shared memory.
 //
 // Before, another kernel copies the weight into the order in which tiles are loaded, swizzled: a stage is the
 // taps of one row.
@@ -33,9 +33,11 @@ constexpr int kStageChannels = 32;
 constexpr int kStageRowBytes = 64;  // of a position's channels
 constexpr int kSwizzledBytes = 16 * 4 * kPatchSide;
 constexpr int kInputStages = 3;
-// Of the tiles 16 x 16, 8 x 32 and 32 x 8 with a border the larger ones, rounded up.
-constexpr uint32_t kInputBytes = 22 * 1024;
-static_assert((kPatchSide + 2) * (kPatches * kPatchSide + 2) * kStageRowBytes <= kInputBytes);
+// A patch with its border, rounded up to the period of the swizzle.
+constexpr uint32_t kPatchBytes = 6656;
+static_assert((kPatchSide + 2) * (kPatchSide + 2) * kStageRowBytes <= kPatchBytes &&
+              kPatchBytes % kSwizzledBytes == 0);
+constexpr uint32_t kInputBytes = kPatches * kPatchBytes;
 
 // A matrix in shared memory whose rows have 64 bytes. Groups of 8 rows are at any distance.
 struct PatchDescriptor {
@@ -57,7 +59,8 @@ struct ConvMemory {
   static constexpr uint32_t kWeightBytes = kTaps * kTapBytes;
   static constexpr int kOutBoxes = kColumns / kStageChannels;
   static constexpr uint32_t kOutBoxBytes = kWarpGroupRows * kStageRowBytes;
-  static constexpr uint32_t kOutBytes = kConvGroups * kOutBoxes * kOutBoxBytes;
+  static constexpr int kStoredBoxes = kOutBoxes > 4 ? kOutBoxes / 2 : kOutBoxes;  // at a time
+  static constexpr uint32_t kOutBytes = kConvGroups * kStoredBoxes * kOutBoxBytes;
   static constexpr uint32_t kBarrierBytes = 256;
   static constexpr int kFitting = static_cast<int>(
       (kMaxSharedBytes - kSwizzleBytes - kBarrierBytes - kOutBytes - kInputStages * kInputBytes) /
@@ -77,7 +80,7 @@ struct ConvMemory {
     return input(kInputStages) + stage * kWeightBytes;
   }
   __device__ __forceinline__ uint32_t out(int group) const {
-    return weight(kWeightStages) + group * kOutBoxes * kOutBoxBytes;
+    return weight(kWeightStages) + group * kStoredBoxes * kOutBoxBytes;
   }
   __device__ __forceinline__ InputRing inputs() const { return {out(kConvGroups)}; }
   __device__ __forceinline__ WeightRing weights() const { return {inputs().address + InputRing::kBytes}; }
@@ -90,17 +93,20 @@ struct ConvMemory {
 struct ConvKernelParams {
   CUtensorMap x, previous, out;
   Conv3dParams args;
-  int tile_height, tile_width;  // 8, 16 or 32 positions
-  int column_tiles, width_tiles, height_tiles;
-  int tiles;
-  int chunks;          // of channels
-  uint32_t row_bytes;  // of an input stage
-  uint32_t input_bytes;
+  int column_tiles, frame_tiles, tiles;
+  int patches, patch_columns;  // of a frame
+  int chunks;                  // of channels
+  uint32_t row_bytes;          // of a patch with its border
+  uint32_t patch_bytes;
   bool is_out_mapped;
 };
 
+struct Place {
+  int row, column;
+};
+
 struct ConvTile {
-  int column_tile, column, row, frame, sample;
+  int column_tile, patch, frame, sample;
 
   __device__ __forceinline__ ConvTile(const ConvKernelParams& params, int index) {
     const auto next = [&](int count) {
@@ -109,10 +115,17 @@ struct ConvTile {
       return place;
     };
     column_tile = next(params.column_tiles);
-    column = next(params.width_tiles) * params.tile_width;
-    row = next(params.height_tiles) * params.tile_height;
+    patch = next(params.frame_tiles) * kPatches;
     frame = next(static_cast<int>(params.args.out_frames));
     sample = index;
+  }
+  // Of a patch of the tile; beyond the result if there are fewer.
+  __device__ __forceinline__ Place place(const ConvKernelParams& params, int i) const {
+    const int row = (patch + i) / params.patch_columns;
+    return {row * kPatchSide, (patch + i - row * params.patch_columns) * kPatchSide};
+  }
+  __device__ __forceinline__ int patches(const ConvKernelParams& params) const {
+    return min(kPatches, params.patches - patch);
   }
 };
 
@@ -138,19 +151,19 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t share
       : "memory");
 }
 
-// The rows or columns of a stage that are beyond the image, and those that they become; -1: none.
+// The rows or columns of a patch that are beyond the image, and those that they become; -1: none.
 struct BorderCopy {
   int first = -1, first_from = 0, last = -1, last_from = 0;
 
-  // `begin`: the position of the stage's first row or column, of `size` of the image.
-  __device__ __forceinline__ BorderCopy(Border border, int begin, int stage_size, int size) {
+  // `begin`: the position of the patch's first row or column, of `size` of the image.
+  __device__ __forceinline__ BorderCopy(Border border, int begin, int patch_size, int size) {
     if (border == Border::kZeros) return;
     const int inside = border == Border::kReflect ? 1 : 0;
     if (begin < 0) {
       first = 0;
       first_from = 1 + inside;
     }
-    if (begin + stage_size > size && size - begin < stage_size) {
+    if (size - begin < patch_size) {
       last = size - begin;
       last_from = last - 1 - inside;
     }
@@ -158,24 +171,27 @@ struct BorderCopy {
   __device__ __forceinline__ bool is_any() const { return first >= 0 || last >= 0; }
 };
 
+struct PatchBorder {
+  BorderCopy rows, columns;
+
+  __device__ __forceinline__ PatchBorder(const Conv3dParams& args, const Place& place)
+      : rows(args.border, place.row - static_cast<int>(args.padding[0]),
+             kPatchSide + static_cast<int>(args.taps[1]) - 1, static_cast<int>(args.height)),
+        columns(args.border, place.column - static_cast<int>(args.padding[1]),
+                kPatchSide + static_cast<int>(args.taps[2]) - 1, static_cast<int>(args.width)) {}
+  __device__ __forceinline__ bool is_any() const { return rows.is_any() || columns.is_any(); }
+};
+
 template <class M>
 struct ConvLoader {
   const ConvKernelParams& params;
   const M& memory;
 
-  __device__ __forceinline__ int first_row(const ConvTile& tile) const {
-    return tile.row - static_cast<int>(params.args.padding[0]);
-  }
-  __device__ __forceinline__ int first_column(const ConvTile& tile) const {
-    return tile.column - static_cast<int>(params.args.padding[1]);
-  }
-  __device__ __forceinline__ BorderCopy rows(const ConvTile& tile) const {
-    const int size = params.tile_height + static_cast<int>(params.args.taps[1]) - 1;
-    return {params.args.border, first_row(tile), size, static_cast<int>(params.args.height)};
-  }
-  __device__ __forceinline__ BorderCopy columns(const ConvTile& tile) const {
-    const int size = params.tile_width + static_cast<int>(params.args.taps[2]) - 1;
-    return {params.args.border, first_column(tile), size, static_cast<int>(params.args.width)};
+  __device__ __forceinline__ bool has_border(const ConvTile& tile) const {
+    bool has = false;
+    for (int i = 0; i < tile.patches(params); ++i)
+      has = has || PatchBorder(params.args, tile.place(params, i)).is_any();
+    return has;
   }
 
   // One thread.
@@ -187,7 +203,8 @@ struct ConvLoader {
     const int rows = static_cast<int>(args.taps[1]);
     for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
       const ConvTile tile(params, index);
-      const bool has_border = this->rows(tile).is_any() || columns(tile).is_any();
+      const bool has_border = this->has_border(tile);
+      const int patches = tile.patches(params);
       for (int tap = 0; tap < taps; ++tap) {
         const int frame = static_cast<int>(args.source_frame(tile.frame, tap));
         if (frame < 0) continue;
@@ -197,10 +214,14 @@ struct ConvLoader {
         for (int chunk = 0; chunk < params.chunks; ++chunk) {
           input.wait_empty(memory.inputs());
           const Barrier full = has_border ? memory.copied(input.stage) : memory.inputs().full(input.stage);
-          full.arrive_expect_tx(params.input_bytes);
-          tma_load(memory.input(input.stage), map, full,
-                   VideoBox{chunk * kStageChannels, first_column(tile), first_row(tile),
-                            frame < previous ? frame : frame - previous, tile.sample});
+          full.arrive_expect_tx(patches * params.patch_bytes);
+          for (int i = 0; i < patches; ++i) {
+            const Place place = tile.place(params, i);
+            tma_load(memory.input(input.stage) + i * kPatchBytes, map, full,
+                     VideoBox{chunk * kStageChannels, place.column - static_cast<int>(args.padding[1]),
+                              place.row - static_cast<int>(args.padding[0]),
+                              frame < previous ? frame : frame - previous, tile.sample});
+          }
           input.advance();
           for (int row = 0; row < rows; ++row) {
             weight.wait_empty(memory.weights());
@@ -221,8 +242,7 @@ struct ConvLoader {
     uint32_t parities = 0;
     for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
       const ConvTile tile(params, index);
-      const BorderCopy rows = this->rows(tile), columns = this->columns(tile);
-      const bool has_border = rows.is_any() || columns.is_any();
+      const bool has_border = this->has_border(tile);
       int stages = 0;
       for (int tap = 0; tap < params.args.taps[0]; ++tap)
         if (params.args.source_frame(tile.frame, tap) >= 0) stages += params.chunks;
@@ -230,13 +250,9 @@ struct ConvLoader {
         if (has_border) {
           memory.copied(input.stage).wait(parities >> input.stage & 1);
           parities ^= 1u << input.stage;
-          const uint32_t address = memory.input(input.stage);
-          // Corners are copied with the columns.
-          if (rows.first >= 0) copy_row(address, rows.first_from, rows.first, lane);
-          if (rows.last >= 0) copy_row(address, rows.last_from, rows.last, lane);
-          __syncwarp();
-          if (columns.first >= 0) copy_column(address, columns.first_from, columns.first, lane);
-          if (columns.last >= 0) copy_column(address, columns.last_from, columns.last, lane);
+          for (int i = 0; i < tile.patches(params); ++i)
+            write_border(memory.input(input.stage) + i * kPatchBytes,
+                         PatchBorder(params.args, tile.place(params, i)), lane);
           fence_proxy_async();
           __syncwarp();
           if (lane == 0) memory.inputs().full(input.stage).arrive();
@@ -247,6 +263,14 @@ struct ConvLoader {
   }
 
  private:
+  __device__ __forceinline__ void write_border(uint32_t address, const PatchBorder& border, int lane) const {
+    const BorderCopy &rows = border.rows, &columns = border.columns;
+    if (rows.first >= 0) copy_row(address, rows.first_from, rows.first, lane);
+    if (rows.last >= 0) copy_row(address, rows.last_from, rows.last, lane);
+    __syncwarp();  // corners are copied with the columns
+    if (columns.first >= 0) copy_column(address, columns.first_from, columns.first, lane);
+    if (columns.last >= 0) copy_column(address, columns.last_from, columns.last, lane);
+  }
   __device__ __forceinline__ void copy_row(uint32_t address, int from, int to, int lane) const {
     const int positions = static_cast<int>(params.row_bytes) / kStageRowBytes;
     for (int i = lane; i < positions * 4; i += 32)
@@ -254,7 +278,7 @@ struct ConvLoader {
   }
   __device__ __forceinline__ void copy_column(uint32_t address, int from, int to, int lane) const {
     const int positions = static_cast<int>(params.row_bytes) / kStageRowBytes;
-    const int rows = params.tile_height + static_cast<int>(params.args.taps[1]) - 1;
+    const int rows = kPatchSide + static_cast<int>(params.args.taps[1]) - 1;
     for (int i = lane; i < rows * 4; i += 32)
       copy_piece(address, i / 4 * positions + from, i / 4 * positions + to, i % 4);
   }
@@ -280,39 +304,27 @@ class Convolution {
       float sums[kGroupPatches][kValues];
       multiply(tile, sums);
 #pragma unroll
-      for (int i = 0; i < kGroupPatches; ++i) store(tile, patch_place(i), sums[i]);
+      for (int i = 0; i < kGroupPatches; ++i) {
+        const int patch = role_.group * kGroupPatches + i;
+        if (patch < tile.patches(params_)) store(tile, tile.place(params_, patch), sums[i]);
+      }
     }
     if (role_.thread == 0) tma_wait_group();
   }
 
  private:
-  struct Place {
-    int row, column;  // in the tile
-  };
-
-  __device__ __forceinline__ Place patch_place(int i) const {
-    const int patch = role_.group * kGroupPatches + i, across = params_.tile_width / kPatchSide;
-    return {patch / across * kPatchSide, patch % across * kPatchSide};
-  }
-
   __device__ __forceinline__ void multiply(const ConvTile& tile, float (&sums)[kGroupPatches][kValues]) {
     const Conv3dParams& args = params_.args;
     const int rows = static_cast<int>(args.taps[1]);
     int steps = 0;
     for (int tap = 0; tap < args.taps[0]; ++tap)
       if (args.source_frame(tile.frame, tap) >= 0) steps += params_.chunks * rows;
-    uint32_t offsets[kGroupPatches];
-#pragma unroll
-    for (int i = 0; i < kGroupPatches; ++i) {
-      const Place place = patch_place(i);
-      offsets[i] = place.row * params_.row_bytes + place.column * kStageRowBytes;
-    }
     int row = 0;
-    step(row, offsets, false, sums);
+    step(row, false, sums);
     for (int i = 1; i < steps; ++i) {
       const int previous_weight = weight_.stage, previous_input = input_.stage;
       const bool ends_input = next_row(row, rows);
-      step(row, offsets, true, sums);
+      step(row, true, sums);
       wgmma_wait_group<1>();
       release(previous_weight, previous_input, ends_input);
     }
@@ -336,11 +348,12 @@ class Convolution {
   }
 
   // Starts to add the products of a row of taps.
-  __device__ __forceinline__ void step(int row, const uint32_t (&offsets)[kGroupPatches], bool accumulate,
-                                       float (&sums)[kGroupPatches][kValues]) {
+  __device__ __forceinline__ void step(int row, bool accumulate, float (&sums)[kGroupPatches][kValues]) {
     if (row == 0) input_.wait_full(memory_.inputs());
     weight_.wait_full(memory_.weights());
-    const PatchDescriptor x(memory_.input(input_.stage) + row * params_.row_bytes, params_.row_bytes);
+    const PatchDescriptor x(
+        memory_.input(input_.stage) + role_.group * kGroupPatches * kPatchBytes + row * params_.row_bytes,
+        params_.row_bytes);
     const PatchDescriptor weight(memory_.weight(weight_.stage), kSwizzledBytes);
     wgmma_fence();
 #pragma unroll
@@ -349,7 +362,7 @@ class Convolution {
       for (int byte = 0; byte < kStageRowBytes; byte += 2 * kWgmmaDepth) {
 #pragma unroll
         for (int i = 0; i < kGroupPatches; ++i)
-          Wgmma<T, kColumns>::a_from_shared(sums[i], x.plus(offsets[i] + tap * kStageRowBytes + byte),
+          Wgmma<T, kColumns>::a_from_shared(sums[i], x.plus(i * kPatchBytes + tap * kStageRowBytes + byte),
                                             weight.plus(tap * M::kTapBytes + byte),
                                             accumulate || tap > 0 || byte > 0);
       }
@@ -379,41 +392,42 @@ class Convolution {
         }
       }
     }
-    const int row = tile.row + place.row, column = tile.column + place.column;
-    if (!params_.is_out_mapped) return store_unmapped(tile, row, column, pair, sums);
+    if (!params_.is_out_mapped) return store_unmapped(tile, place, pair, sums);
     const uint32_t out = memory_.out(role_.group);
-    // The earlier patch's stores have read the memory.
-    if (role_.thread == 0) tma_wait_group_read();
-    role_.sync_group();
 #pragma unroll
-    for (int p = 0; p < kValues / 8; ++p) {
-      const float* v = sums + 8 * p;
-      const uint32_t fragment[4] = {pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
-                                    pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])};
-      stmatrix(out + p / 2 * M::kOutBoxBytes +
-                   swizzled_piece<kStageRowBytes>(role_.fragment_row(), p % 2 * 2 + role_.lane / 16),
-               fragment);
+    for (int first_box = 0; first_box < M::kOutBoxes; first_box += M::kStoredBoxes) {
+      // The earlier stores have read the memory.
+      if (role_.thread == 0) tma_wait_group_read();
+      role_.sync_group();
+#pragma unroll
+      for (int p = 0; p < 2 * M::kStoredBoxes; ++p) {
+        const float* v = sums + 8 * (2 * first_box + p);
+        const uint32_t fragment[4] = {pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
+                                      pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])};
+        stmatrix(out + p / 2 * M::kOutBoxBytes +
+                     swizzled_piece<kStageRowBytes>(role_.fragment_row(), p % 2 * 2 + role_.lane / 16),
+                 fragment);
+      }
+      fence_proxy_async();
+      role_.sync_group();
+      if (role_.thread != 0) continue;
+#pragma unroll
+      for (int box = 0; box < M::kStoredBoxes; ++box)
+        if (const int first = channel + (first_box + box) * kStageChannels; first < args.out_channels)
+          tma_store(params_.out, out + box * M::kOutBoxBytes,
+                    VideoBox{first, place.column, place.row, tile.frame, tile.sample});
+      tma_commit_group();
     }
-    fence_proxy_async();
-    role_.sync_group();
-    if (role_.thread != 0) return;
-#pragma unroll
-    for (int box = 0; box < M::kOutBoxes; ++box)
-      if (const int first = channel + box * kStageChannels;
-          first < args.out_channels && row < args.out_height && column < args.out_width)
-        tma_store(params_.out, out + box * M::kOutBoxBytes,
-                  VideoBox{first, column, row, tile.frame, tile.sample});
-    tma_commit_group();
   }
 
   // TMA cannot write positions whose distance is no multiple of 16 bytes.
-  __device__ __forceinline__ void store_unmapped(const ConvTile& tile, int row, int column, int pair,
+  __device__ __forceinline__ void store_unmapped(const ConvTile& tile, const Place& place, int pair,
                                                  const float (&sums)[kValues]) const {
     const Conv3dParams& args = params_.args;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int position = role_.output_row(i);
-      const int y = row + position / kPatchSide, x = column + position % kPatchSide;
+      const int y = place.row + position / kPatchSide, x = place.column + position % kPatchSide;
       if (y >= args.out_height || x >= args.out_width) continue;
       const int64_t frame = tile.sample * args.out_frames + tile.frame;
       T* out = static_cast<T*>(args.out) +
@@ -519,33 +533,22 @@ __global__ void __launch_bounds__(kArrangeWarps* kWarpThreads)
 constexpr int64_t kConvColumns[] = {192, 128, 96};
 constexpr int64_t kFewColumns = 32;
 
-struct TileShape {
-  int height, width;
-};
+int64_t frame_patches(const Conv3dParams& args) {
+  return ceil_divide(args.out_height, kPatchSide) * ceil_divide(args.out_width, kPatchSide);
+}
 
-// The shape that covers a frame with the fewest tiles.
-TileShape tile_shape(const Conv3dParams& args, int64_t& tiles) {
-  TileShape best{};
-  tiles = 0;
-  for (const TileShape shape : {TileShape{16, 16}, TileShape{8, 32}, TileShape{32, 8}}) {
-    const int64_t count =
-        ceil_divide(args.out_height, shape.height) * ceil_divide(args.out_width, shape.width);
-    if (tiles != 0 && count >= tiles) continue;
-    best = shape;
-    tiles = count;
-  }
-  return best;
+// Of all frames.
+int64_t position_tiles(const Conv3dParams& args) {
+  return ceil_divide(frame_patches(args), kPatches) * args.out_frames * args.batch;
 }
 
 // The columns of a tile for which a block's tiles take the fewest cycles. Some 12 columns' worth of them are
 // those of a tile's end.
 int64_t tile_columns(const Conv3dParams& args, int multiprocessors) {
   if (args.out_channels <= kFewColumns) return kFewColumns;
-  int64_t tiles;
-  tile_shape(args, tiles);
-  tiles *= args.batch * args.out_frames;
   const auto cycles = [&](int64_t columns) {
-    return ceil_divide(tiles * ceil_divide(args.out_channels, columns), multiprocessors) * (columns + 12);
+    return ceil_divide(position_tiles(args) * ceil_divide(args.out_channels, columns), multiprocessors) *
+           (columns + 12);
   };
   return std::ranges::min(kConvColumns, {}, cycles);
 }
@@ -594,19 +597,16 @@ template <typename T, int kColumns, int kTaps>
 void launch_conv3d(const char* operation, const Conv3dParams& args, Stream stream) {
   ConvKernelParams params{};
   params.args = args;
-  int64_t frame_tiles;
-  const TileShape shape = tile_shape(args, frame_tiles);
-  params.tile_height = shape.height;
-  params.tile_width = shape.width;
   params.column_tiles = static_cast<int>(ceil_divide(args.out_channels, kColumns));
-  params.width_tiles = static_cast<int>(ceil_divide(args.out_width, shape.width));
-  params.height_tiles = static_cast<int>(ceil_divide(args.out_height, shape.height));
-  params.tiles = static_cast<int>(frame_tiles * params.column_tiles * args.out_frames * args.batch);
+  params.patches = static_cast<int>(frame_patches(args));
+  params.patch_columns = static_cast<int>(ceil_divide(args.out_width, kPatchSide));
+  params.frame_tiles = static_cast<int>(ceil_divide(params.patches, kPatches));
+  params.tiles = static_cast<int>(position_tiles(args)) * params.column_tiles;
   params.chunks = static_cast<int>(ceil_divide(args.channels, kStageChannels));
-  const int stage_height = shape.height + static_cast<int>(args.taps[1]) - 1;
-  const int stage_width = shape.width + static_cast<int>(args.taps[2]) - 1;
+  const int stage_height = kPatchSide + static_cast<int>(args.taps[1]) - 1;
+  const int stage_width = kPatchSide + static_cast<int>(args.taps[2]) - 1;
   params.row_bytes = stage_width * kStageRowBytes;
-  params.input_bytes = stage_height * params.row_bytes;
+  params.patch_bytes = stage_height * params.row_bytes;
   const int64_t sizes[4] = {args.batch, args.frames, args.height, args.width};
   params.x =
       map_video(operation, args, args.x, args.channels, sizes, args.x_strides, stage_height, stage_width);

@@ -204,7 +204,7 @@ def _in_format_of_pytorch(module: Any, args: tuple[Any, ...], out: Any) -> Any:
         return (_in_format_of_pytorch(module, args, out[0]), *out[1:])
     weights = (p for p in module._modules["conv_out"].parameters() if p.dim() > 3)
     has_last = any(_has_channels_last(each) for each in (*args[:1], *weights))
-    return out if has_last or not isinstance(out, Tensor) else out.contiguous()
+    return out if has_last or not _has_channels_last(out) else out.contiguous()
 
 
 def _has_channels_last(x: Any) -> bool:

@@ -17,7 +17,7 @@ from ...operations.conditions import is_differentiated, is_plain_tensor, kernels
 from ...operations.conv3d import BORDERS
 from ..core.checks import KnownClass, is_stock
 from ..core.patch import Call, ExactSpec
-from .blocks import COGVIDEOX, COSMOS, HUNYUAN, HUNYUAN15, LTX, LTX2, QWEN, REFINER, WAN
+from .blocks import COGVIDEOX, COSMOS, HUNYUAN, HUNYUAN15, LTX, LTX2, QWEN, QWEN21, REFINER, WAN
 
 _CONV3D = KnownClass("torch.nn:Conv3d", "torch.nn.functional:conv3d")
 _SAFE_CONV3D = KnownClass(f"{COGVIDEOX}SafeConv3d", "torch.nn:Conv3d.forward")
@@ -90,6 +90,13 @@ def _cached_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | None = N
     else:
         cache_x = None
     return _convolve(self, x, (front, 0), (top, left), cache_x)
+
+
+def _single_frame_forward(self: Any, call: Call, x: Tensor, cache_x: Tensor | None = None) -> Any:
+    left, _, top, _ = self._padding
+    if cache_x is not None or x.dim() != 5 or x.shape[2] != 1:
+        return NotImplemented
+    return _convolve(self, x, (0, 0), (top, left))
 
 
 def _ltx_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
@@ -170,6 +177,7 @@ _OF_IMAGES = ("torch.nn.functional:conv2d", "torch.nn:Conv2d._conv_forward")
 # The beginnings of classes' names, the forward and the functions that it replaces.
 _CLASSES: tuple[tuple, ...] = (
     ((WAN, QWEN), _cached_forward, (*_PAD, "torch.nn:Conv3d.forward", *_CALLS)),
+    ((QWEN21,), _single_frame_forward, (*_PAD, "torch.nn:Conv2d.forward", *_OF_IMAGES)),
     ((HUNYUAN, HUNYUAN15, REFINER), _padded_forward, _PAD),
     ((LTX,), _ltx_forward, ()),
     ((LTX2,), _ltx2_forward, ()),
