@@ -1,11 +1,12 @@
 // conv3d: convolutions of videos with channels last, in steps of 1, as an implicit product with wgmma.
 //
 // A block computes tiles of four patches, each of 8 x 8 positions of one frame, by up to 192 channels of the
-// result. For each frame and 32 channels that a tile reads, TMA copies the patches with their borders once;
-// all taps of rows and columns then multiply parts of them. A product's 64 rows are a patch: 8 positions are
-// adjacent rows, and the stride in its descriptor is that of the patch's rows, so that a tap only moves the
-// address. The 64-byte swizzle depends on the address, thus not on where a product begins. Beyond the image
-// TMA writes zeros. With another border a warp overwrites them in shared memory.
+// result. For each frame and 32 channels that a tile reads, TMA copies boxes of positions with their borders
+// once: one of 16 x 16, or each patch by itself where fewer tiles cover a frame then. All taps of rows and
+// columns then multiply parts of a box. A product's 64 rows are a patch: 8 positions are adjacent rows, and
+// the stride in its descriptor is that of the box's rows, so that a tap only moves the address. The 64-byte
+// swizzle depends on the address, thus not on where a product begins. Beyond the image TMA writes zeros. With
+// another border a warp overwrites them in shared memory.
 //
 // Before, another kernel copies the weight into the order in which tiles are loaded, swizzled: a stage is the
 // taps of one row.
@@ -33,11 +34,12 @@ constexpr int kStageChannels = 32;
 constexpr int kStageRowBytes = 64;  // of a position's channels
 constexpr int kSwizzledBytes = 16 * 4 * kPatchSide;
 constexpr int kInputStages = 3;
-// A patch with its border, rounded up to the period of the swizzle.
-constexpr uint32_t kPatchBytes = 6656;
-static_assert((kPatchSide + 2) * (kPatchSide + 2) * kStageRowBytes <= kPatchBytes &&
-              kPatchBytes % kSwizzledBytes == 0);
-constexpr uint32_t kInputBytes = kPatches * kPatchBytes;
+// A box of one patch with its border, rounded up to the period of the swizzle.
+constexpr uint32_t kBoxBytes = 6656;
+static_assert((kPatchSide + 2) * (kPatchSide + 2) * kStageRowBytes <= kBoxBytes &&
+              kBoxBytes % kSwizzledBytes == 0);
+constexpr uint32_t kInputBytes = kPatches * kBoxBytes;
+static_assert((2 * kPatchSide + 2) * (2 * kPatchSide + 2) * kStageRowBytes <= kInputBytes);
 
 // A matrix in shared memory whose rows have 64 bytes. Groups of 8 rows are at any distance.
 struct PatchDescriptor {
@@ -94,10 +96,11 @@ struct ConvKernelParams {
   CUtensorMap x, previous, out;
   Conv3dParams args;
   int column_tiles, frame_tiles, tiles;
-  int patches, patch_columns;  // of a frame
-  int chunks;                  // of channels
-  uint32_t row_bytes;          // of a patch with its border
-  uint32_t patch_bytes;
+  int side;                // of a box in patches: 1, or 2 so that a tile is a box
+  int boxes, box_columns;  // of a frame
+  int chunks;              // of channels
+  uint32_t row_bytes;      // of a box with its border
+  uint32_t box_bytes;
   bool is_out_mapped;
 };
 
@@ -106,7 +109,7 @@ struct Place {
 };
 
 struct ConvTile {
-  int column_tile, patch, frame, sample;
+  int column_tile, box, frame, sample;
 
   __device__ __forceinline__ ConvTile(const ConvKernelParams& params, int index) {
     const auto next = [&](int count) {
@@ -115,17 +118,17 @@ struct ConvTile {
       return place;
     };
     column_tile = next(params.column_tiles);
-    patch = next(params.frame_tiles) * kPatches;
+    box = next(params.frame_tiles) * (kPatches / (params.side * params.side));
     frame = next(static_cast<int>(params.args.out_frames));
     sample = index;
   }
-  // Of a patch of the tile; beyond the result if there are fewer.
+  // Of a box of the tile.
   __device__ __forceinline__ Place place(const ConvKernelParams& params, int i) const {
-    const int row = (patch + i) / params.patch_columns;
-    return {row * kPatchSide, (patch + i - row * params.patch_columns) * kPatchSide};
+    const int row = (box + i) / params.box_columns, column = box + i - row * params.box_columns;
+    return {row * params.side * kPatchSide, column * params.side * kPatchSide};
   }
-  __device__ __forceinline__ int patches(const ConvKernelParams& params) const {
-    return min(kPatches, params.patches - patch);
+  __device__ __forceinline__ int boxes(const ConvKernelParams& params) const {
+    return min(kPatches / (params.side * params.side), params.boxes - box);
   }
 };
 
@@ -151,19 +154,19 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t share
       : "memory");
 }
 
-// The rows or columns of a patch that are beyond the image, and those that they become; -1: none.
+// The rows or columns of a box that are beyond the image, and those that they become; -1: none.
 struct BorderCopy {
   int first = -1, first_from = 0, last = -1, last_from = 0;
 
-  // `begin`: the position of the patch's first row or column, of `size` of the image.
-  __device__ __forceinline__ BorderCopy(Border border, int begin, int patch_size, int size) {
+  // `begin`: the position of the box's first row or column, of `size` of the image.
+  __device__ __forceinline__ BorderCopy(Border border, int begin, int box_size, int size) {
     if (border == Border::kZeros) return;
     const int inside = border == Border::kReflect ? 1 : 0;
     if (begin < 0) {
       first = 0;
       first_from = 1 + inside;
     }
-    if (size - begin < patch_size) {
+    if (size - begin < box_size) {
       last = size - begin;
       last_from = last - 1 - inside;
     }
@@ -171,14 +174,14 @@ struct BorderCopy {
   __device__ __forceinline__ bool is_any() const { return first >= 0 || last >= 0; }
 };
 
-struct PatchBorder {
+struct BoxBorder {
   BorderCopy rows, columns;
 
-  __device__ __forceinline__ PatchBorder(const Conv3dParams& args, const Place& place)
-      : rows(args.border, place.row - static_cast<int>(args.padding[0]),
-             kPatchSide + static_cast<int>(args.taps[1]) - 1, static_cast<int>(args.height)),
-        columns(args.border, place.column - static_cast<int>(args.padding[1]),
-                kPatchSide + static_cast<int>(args.taps[2]) - 1, static_cast<int>(args.width)) {}
+  __device__ __forceinline__ BoxBorder(const ConvKernelParams& params, const Place& place)
+      : rows(params.args.border, place.row - static_cast<int>(params.args.padding[0]),
+             static_cast<int>(params.box_bytes / params.row_bytes), static_cast<int>(params.args.height)),
+        columns(params.args.border, place.column - static_cast<int>(params.args.padding[1]),
+                static_cast<int>(params.row_bytes) / kStageRowBytes, static_cast<int>(params.args.width)) {}
   __device__ __forceinline__ bool is_any() const { return rows.is_any() || columns.is_any(); }
 };
 
@@ -189,8 +192,8 @@ struct ConvLoader {
 
   __device__ __forceinline__ bool has_border(const ConvTile& tile) const {
     bool has = false;
-    for (int i = 0; i < tile.patches(params); ++i)
-      has = has || PatchBorder(params.args, tile.place(params, i)).is_any();
+    for (int i = 0; i < tile.boxes(params); ++i)
+      has = has || BoxBorder(params, tile.place(params, i)).is_any();
     return has;
   }
 
@@ -204,7 +207,7 @@ struct ConvLoader {
     for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
       const ConvTile tile(params, index);
       const bool has_border = this->has_border(tile);
-      const int patches = tile.patches(params);
+      const int boxes = tile.boxes(params);
       for (int tap = 0; tap < taps; ++tap) {
         const int frame = static_cast<int>(args.source_frame(tile.frame, tap));
         if (frame < 0) continue;
@@ -214,10 +217,10 @@ struct ConvLoader {
         for (int chunk = 0; chunk < params.chunks; ++chunk) {
           input.wait_empty(memory.inputs());
           const Barrier full = has_border ? memory.copied(input.stage) : memory.inputs().full(input.stage);
-          full.arrive_expect_tx(patches * params.patch_bytes);
-          for (int i = 0; i < patches; ++i) {
+          full.arrive_expect_tx(boxes * params.box_bytes);
+          for (int i = 0; i < boxes; ++i) {
             const Place place = tile.place(params, i);
-            tma_load(memory.input(input.stage) + i * kPatchBytes, map, full,
+            tma_load(memory.input(input.stage) + i * kBoxBytes, map, full,
                      VideoBox{chunk * kStageChannels, place.column - static_cast<int>(args.padding[1]),
                               place.row - static_cast<int>(args.padding[0]),
                               frame < previous ? frame : frame - previous, tile.sample});
@@ -250,9 +253,9 @@ struct ConvLoader {
         if (has_border) {
           memory.copied(input.stage).wait(parities >> input.stage & 1);
           parities ^= 1u << input.stage;
-          for (int i = 0; i < tile.patches(params); ++i)
-            write_border(memory.input(input.stage) + i * kPatchBytes,
-                         PatchBorder(params.args, tile.place(params, i)), lane);
+          for (int i = 0; i < tile.boxes(params); ++i)
+            write_border(memory.input(input.stage) + i * kBoxBytes, BoxBorder(params, tile.place(params, i)),
+                         lane);
           fence_proxy_async();
           __syncwarp();
           if (lane == 0) memory.inputs().full(input.stage).arrive();
@@ -263,7 +266,7 @@ struct ConvLoader {
   }
 
  private:
-  __device__ __forceinline__ void write_border(uint32_t address, const PatchBorder& border, int lane) const {
+  __device__ __forceinline__ void write_border(uint32_t address, const BoxBorder& border, int lane) const {
     const BorderCopy &rows = border.rows, &columns = border.columns;
     if (rows.first >= 0) copy_row(address, rows.first_from, rows.first, lane);
     if (rows.last >= 0) copy_row(address, rows.last_from, rows.last, lane);
@@ -278,7 +281,7 @@ struct ConvLoader {
   }
   __device__ __forceinline__ void copy_column(uint32_t address, int from, int to, int lane) const {
     const int positions = static_cast<int>(params.row_bytes) / kStageRowBytes;
-    const int rows = kPatchSide + static_cast<int>(params.args.taps[1]) - 1;
+    const int rows = static_cast<int>(params.box_bytes / params.row_bytes);
     for (int i = lane; i < rows * 4; i += 32)
       copy_piece(address, i / 4 * positions + from, i / 4 * positions + to, i % 4);
   }
@@ -296,7 +299,17 @@ class Convolution {
 
   __device__ __forceinline__ Convolution(const ConvKernelParams& params, const M& memory,
                                          const WarpRole& role)
-      : params_(params), memory_(memory), role_(role) {}
+      : params_(params), memory_(memory), role_(role) {
+#pragma unroll
+    for (int i = 0; i < kGroupPatches; ++i) {
+      const int patch = role.group * kGroupPatches + i, side = params.side;
+      const int inside = patch % (side * side);
+      boxes_[i] = patch / (side * side);
+      places_[i] = {inside / side * kPatchSide, inside % side * kPatchSide};
+      offsets_[i] =
+          boxes_[i] * kBoxBytes + places_[i].row * params.row_bytes + places_[i].column * kStageRowBytes;
+    }
+  }
 
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < params_.tiles; index += gridDim.x) {
@@ -305,8 +318,12 @@ class Convolution {
       multiply(tile, sums);
 #pragma unroll
       for (int i = 0; i < kGroupPatches; ++i) {
-        const int patch = role_.group * kGroupPatches + i;
-        if (patch < tile.patches(params_)) store(tile, tile.place(params_, patch), sums[i]);
+        if (boxes_[i] >= tile.boxes(params_)) continue;
+        Place place = tile.place(params_, boxes_[i]);
+        place.row += places_[i].row;
+        place.column += places_[i].column;
+        if (place.row < params_.args.out_height && place.column < params_.args.out_width)
+          store(tile, place, sums[i]);
       }
     }
     if (role_.thread == 0) tma_wait_group();
@@ -351,9 +368,7 @@ class Convolution {
   __device__ __forceinline__ void step(int row, bool accumulate, float (&sums)[kGroupPatches][kValues]) {
     if (row == 0) input_.wait_full(memory_.inputs());
     weight_.wait_full(memory_.weights());
-    const PatchDescriptor x(
-        memory_.input(input_.stage) + role_.group * kGroupPatches * kPatchBytes + row * params_.row_bytes,
-        params_.row_bytes);
+    const PatchDescriptor x(memory_.input(input_.stage) + row * params_.row_bytes, params_.row_bytes);
     const PatchDescriptor weight(memory_.weight(weight_.stage), kSwizzledBytes);
     wgmma_fence();
 #pragma unroll
@@ -362,7 +377,7 @@ class Convolution {
       for (int byte = 0; byte < kStageRowBytes; byte += 2 * kWgmmaDepth) {
 #pragma unroll
         for (int i = 0; i < kGroupPatches; ++i)
-          Wgmma<T, kColumns>::a_from_shared(sums[i], x.plus(i * kPatchBytes + tap * kStageRowBytes + byte),
+          Wgmma<T, kColumns>::a_from_shared(sums[i], x.plus(offsets_[i] + tap * kStageRowBytes + byte),
                                             weight.plus(tap * M::kTapBytes + byte),
                                             accumulate || tap > 0 || byte > 0);
       }
@@ -443,6 +458,10 @@ class Convolution {
   const ConvKernelParams& params_;
   const M& memory_;
   const WarpRole& role_;
+  // Of the warp group's patches: the box of the tile, the place in it, and the offset in shared memory.
+  int boxes_[kGroupPatches];
+  Place places_[kGroupPatches];
+  uint32_t offsets_[kGroupPatches];
   RingState<typename M::InputRing> input_;
   RingState<typename M::WeightRing> weight_;
 };
@@ -533,13 +552,23 @@ __global__ void __launch_bounds__(kArrangeWarps* kWarpThreads)
 constexpr int64_t kConvColumns[] = {192, 128, 96};
 constexpr int64_t kFewColumns = 32;
 
-int64_t frame_patches(const Conv3dParams& args) {
-  return ceil_divide(args.out_height, kPatchSide) * ceil_divide(args.out_width, kPatchSide);
+// The boxes of a frame, of this side in patches.
+int64_t frame_boxes(const Conv3dParams& args, int64_t side) {
+  return ceil_divide(args.out_height, side * kPatchSide) * ceil_divide(args.out_width, side * kPatchSide);
+}
+
+int64_t frame_tiles(const Conv3dParams& args, int64_t side) {
+  return ceil_divide(frame_boxes(args, side) * side * side, kPatches);
+}
+
+// Boxes of one patch load a quarter more positions, which takes up to a tenth of the time.
+int box_side(const Conv3dParams& args) {
+  return 20 * frame_tiles(args, 2) <= 21 * frame_tiles(args, 1) ? 2 : 1;
 }
 
 // Of all frames.
 int64_t position_tiles(const Conv3dParams& args) {
-  return ceil_divide(frame_patches(args), kPatches) * args.out_frames * args.batch;
+  return frame_tiles(args, box_side(args)) * args.out_frames * args.batch;
 }
 
 // The columns of a tile for which a block's tiles take the fewest cycles. Some 12 columns' worth of them are
@@ -598,22 +627,22 @@ void launch_conv3d(const char* operation, const Conv3dParams& args, Stream strea
   ConvKernelParams params{};
   params.args = args;
   params.column_tiles = static_cast<int>(ceil_divide(args.out_channels, kColumns));
-  params.patches = static_cast<int>(frame_patches(args));
-  params.patch_columns = static_cast<int>(ceil_divide(args.out_width, kPatchSide));
-  params.frame_tiles = static_cast<int>(ceil_divide(params.patches, kPatches));
+  params.side = box_side(args);
+  params.boxes = static_cast<int>(frame_boxes(args, params.side));
+  params.box_columns = static_cast<int>(ceil_divide(args.out_width, params.side * kPatchSide));
+  params.frame_tiles = static_cast<int>(frame_tiles(args, params.side));
   params.tiles = static_cast<int>(position_tiles(args)) * params.column_tiles;
   params.chunks = static_cast<int>(ceil_divide(args.channels, kStageChannels));
-  const int stage_height = kPatchSide + static_cast<int>(args.taps[1]) - 1;
-  const int stage_width = kPatchSide + static_cast<int>(args.taps[2]) - 1;
-  params.row_bytes = stage_width * kStageRowBytes;
-  params.patch_bytes = stage_height * params.row_bytes;
+  const int box_height = params.side * kPatchSide + static_cast<int>(args.taps[1]) - 1;
+  const int box_width = params.side * kPatchSide + static_cast<int>(args.taps[2]) - 1;
+  params.row_bytes = box_width * kStageRowBytes;
+  params.box_bytes = box_height * params.row_bytes;
   const int64_t sizes[4] = {args.batch, args.frames, args.height, args.width};
-  params.x =
-      map_video(operation, args, args.x, args.channels, sizes, args.x_strides, stage_height, stage_width);
+  params.x = map_video(operation, args, args.x, args.channels, sizes, args.x_strides, box_height, box_width);
   if (args.previous_frames > 0) {
     const int64_t of_previous[4] = {args.batch, args.previous_frames, args.height, args.width};
     params.previous = map_video(operation, args, args.previous, args.channels, of_previous,
-                                args.previous_strides, stage_height, stage_width);
+                                args.previous_strides, box_height, box_width);
   }
   params.is_out_mapped = args.out_channels * 2 % kVectorBytes == 0 && is_16_byte_aligned(args.out);
   if (params.is_out_mapped) {
