@@ -36,10 +36,14 @@ from .quantized.precision import PRECISIONS, choose_layers, is_named, linear_lay
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
+_TRANSFORMERS_MODEL = "transformers.modeling_utils:PreTrainedModel"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
 # Modules of diffusers with models that are neither denoisers nor autoencoders.
 _OTHERS = ("diffusers.models.condition_embedders.", "diffusers.pipelines.")
+_UNKNOWN_COMPONENT = (
+    "it is no denoising model or autoencoder of diffusers, nor a text encoder of transformers"
+)
 _REPLACED = "its forward was replaced by something else"
 _NO_MODULE = "it has no module that there is a kernel for"
 
@@ -157,7 +161,7 @@ def inject_kernels(
         is_alone = component is pipe_or_model
         models = list(_models_in(name, component, is_alone))
         if not models:
-            report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
+            report.leave(name, component, _UNKNOWN_COMPONENT)
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
             has_graphs = is_alone or not _is_autoencoder(model)
@@ -458,12 +462,12 @@ def _models_in(
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
 
-    A model without a family is a denoiser or autoencoder of diffusers if it is in a pipeline; alone, any
-    model of diffusers or any module.
+    A model without a family is a denoiser or autoencoder of diffusers or a text encoder of transformers if it
+    is in a pipeline; alone, any model of diffusers or any module.
     """
-    cls: Any = find_class(_MODEL)
-    modules = component.named_modules() if cls is not None else ()
-    models = [(n, m) for n, m in modules if isinstance(m, cls)]
+    cls: Any = find_class(_MODEL) or ()
+    modules = component.named_modules()
+    models = [(n, m) for n, m in modules if isinstance(m, cls) or _is_text_encoder(m)]
     known = [(n, m, family) for n, m in models if (family := family_of(m)) is not None]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
@@ -477,6 +481,17 @@ def _models_in(
     if is_alone and not outermost:
         unwrapped = component._modules.get("_orig_mod")
         yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)
+
+
+def _is_text_encoder(module: nn.Module) -> bool:
+    """Whether it is a model of transformers whose main input is tokens."""
+    cls = find_class(_TRANSFORMERS_MODEL)
+    is_model = cls is not None and isinstance(module, cls)
+    return (
+        is_model
+        and type(module).__module__.startswith("transformers.")
+        and module.main_input_name == "input_ids"
+    )
 
 
 def _is_autoencoder(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import gc
@@ -145,7 +146,8 @@ class Capture:
             refusal = refusal or "it writes to its arguments, parameters or buffers"
         for leaf in self._leaves:
             is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
-            if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
+            is_value = isinstance(leaf, (type(None), bool, int, float, str))
+            if not (is_tensor or is_value or _is_cache(leaf)):
                 refusal = refusal or f"it returns {an(type(leaf).__name__)}"
         if refusal is not None:
             graph.reset()
@@ -160,12 +162,18 @@ class Capture:
             _memory(target).copy_(_memory(tensor))
 
     def _copy_out(self) -> Any:
-        copies = {id(leaf): like(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)}
+        tensors = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
+        copies: dict[int, Any] = {key: like(tensor) for key, tensor in tensors.items()}
+        for key, tensor in tensors.items():
+            _memory(copies[key]).copy_(_memory(tensor))
+        copies |= {id(leaf): copy.deepcopy(leaf) for leaf in self._leaves if _is_cache(leaf)}
         leaves = [copies.get(id(leaf), leaf) for leaf in self._leaves]
-        for copy, leaf in zip(leaves, self._leaves):
-            if copy is not leaf:
-                _memory(copy).copy_(_memory(leaf))
         return _pytree.tree_unflatten(leaves, self._spec)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is transformers' cache of keys and values, which a deep copy copies."""
+    return type(value).__module__ == "transformers.cache_utils"
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:
