@@ -24,6 +24,7 @@ from .decoders.convolutions import CONVOLUTIONS, IMAGE_CONVOLUTION
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
 from .families import IN_PART as _IN_PART_OF_FAMILIES
+from .families.text_encoders import TEXT_ENCODERS
 from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -76,12 +77,13 @@ def inject_kernels(
     keep: Sequence[str] = (),
     keep_originals: bool = True,
 ) -> InjectionReport:
-    """Makes a diffusers model, or each denoising model and autoencoder of a pipeline, run on this package's
-    kernels.
+    """Makes a diffusers model, or each denoising model, autoencoder and text encoder of a pipeline, run on
+    this package's kernels.
 
     A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
-    one by one. The report's ``levels`` say which. Autoencoders run in part. Text encoders and the other parts
-    of a pipeline are left alone, unless one is passed by itself.
+    one by one. The report's ``levels`` say which. Autoencoders run in part, and so do transformers' T5, UMT5,
+    Qwen, Gemma, Llama and Mistral. The other parts of a pipeline are left alone, unless one is passed by
+    itself.
 
     Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
     as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
@@ -115,8 +117,8 @@ def inject_kernels(
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
-            reason. A pipeline's autoencoders get no graphs: they run once a picture. All graphs of the
-            pipeline share one more copy of a forward's working memory. Not for a model if another thread
+            reason. A pipeline's autoencoders get no graphs: they run once a picture. Text encoders do. All
+            graphs of the pipeline share one more copy of a forward's working memory. Not for a model if another thread
             draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
             captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
@@ -301,7 +303,8 @@ def _plan(
         report.leave("", model, _NO_MODULE)
     in_part = IN_PART if report.replaced else NOT_AT_ALL
     report.levels[""] = in_part if family is None else IN_FULL
-    if options["cuda_graphs"] and pool is not None and not plan.found_nothing:
+    has_graphs = not plan.found_nothing or _is_text_encoder(model)  # all of them wait for the host
+    if options["cuda_graphs"] and pool is not None and has_graphs:
         if patch.class_forward_slot(model) is None:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
@@ -330,7 +333,9 @@ def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) ->
 
 def _specs_in_part(model: nn.Module) -> _Specs:
     inner: set[int] = set()  # modules that the stand-in of the module around them replaces, too
-    known = (*_IN_PART, IMAGE_CONVOLUTION) if _is_autoencoder(model) else _IN_PART
+    known = TEXT_ENCODERS if _is_text_encoder(model) else _IN_PART
+    if _is_autoencoder(model):
+        known = (*_IN_PART, IMAGE_CONVOLUTION)
     for name, module in model.named_modules():
         spec = next((spec for spec in known if spec.matches(module)), attention_spec(module))
         inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))

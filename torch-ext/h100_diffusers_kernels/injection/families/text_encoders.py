@@ -1,10 +1,11 @@
 """Text encoders of transformers, in part: RMS norms, gated feed-forwards, and what surrounds attention.
 
-Attention itself is the model's own: it is causal, or has a bias for each query, key and head.
+Attention itself is the model's own: it is causal, or has a bias for each query, key and head. So is
+``torch.nn.LayerNorm``, which is one launch already.
 
-- T5 and UMT5 add a bias of relative positions to the scores. Its values depend on one number, key minus query, so
-  they are computed once for each. The bias is contiguous: with other strides PyTorch would not fuse attention.
-- Decoder-only models normalize and rotate query and key: one operation.
+- T5 and UMT5 add a bias to the scores that depends on the key's position minus the query's. It is computed
+  once for each difference, and contiguous: with other strides PyTorch would not fuse attention.
+- Decoder-only models normalize and rotate query and key in one operation.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def _rotary_attention(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward, with another function for rotary embeddings, which also normalizes."""
     if tracks_derivatives():
         return call.decline(None)
-    module, norms = self, (self._modules.get("q_norm"), self._modules.get("k_norm"))
+    module: Any = self
+    norms = (self._modules.get("q_norm"), self._modules.get("k_norm"))
     read = [read_norm(norm) for norm in norms]
     if any(isinstance(norm, str) for norm in read) or read[0][2] != read[1][2]:
         read = []
@@ -174,8 +176,8 @@ def _normalize_and_rotate(
 ) -> Any:
     """transformers' ``apply_rotary_pos_emb`` of query and key (B, H, S, d), after their norms, if these have
     been read."""
-    weights = [norm[1][0] for norm in read] or [None, None]
-    tensors = (query, key, cos, sin, *weights)
+    query_weight, key_weight = [norm[1][0] for norm in read] or (None, None)
+    tensors = (query, key, cos, sin, query_weight, key_weight)
     shape = (query.shape[0], query.shape[2], query.shape[3])
     reason = None
     if not kernels_take(*tensors):
@@ -190,8 +192,9 @@ def _normalize_and_rotate(
     query, key = operations.qk_norm_rope(
         query.transpose(1, 2),
         key.transpose(1, 2),
-        *weights,
-        rope=(cos, sin),
+        query_weight,
+        key_weight,
+        (cos, sin),
         heads=query.shape[1],
         norm="per_head" if read else "none",
         layout="half",
@@ -224,12 +227,14 @@ def _decoder_only(file: str, name: str, feed_forward: str | None = None) -> tupl
         ExactSpec(norm, _gemma_norm_forward, "rms_norm_modulate", (), True)
         if is_gemma
         else _norm_spec(norm, "self hidden_states"),
-        ExactSpec(f"{path}{feed_forward or name + 'MLP'}", _feed_forward, "swiglu or geglu", (), True),
+        ExactSpec(
+            f"{path}{feed_forward or name + 'MLP'}", _feed_forward, "swiglu or geglu", (), True
+        ),
         ExactSpec(f"{path}{name}Attention", _rotary_attention, "qk_norm_rope", rotary, True),
     )
 
 
-IN_PART = (
+TEXT_ENCODERS = (
     *_t5("T5"),
     *_t5("UMT5"),
     *_decoder_only("gemma2", "Gemma2"),
