@@ -118,9 +118,9 @@ def inject_kernels(
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
             reason. A pipeline's autoencoders get no graphs: they run once a picture. Text encoders do. All
-            graphs of the pipeline share one more copy of a forward's working memory. Not for a model if another thread
-            draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
-            captured.
+            graphs of the pipeline share one more copy of a forward's working memory. Not for a model if
+            another thread draws random numbers from CUDA's default generator: PyTorch refuses that while a
+            graph is captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
         precision: None, "fp8" or "fp8-fast". With either, the linear layers of a known class's blocks are
             quantized by torchao's dynamic FP8: E4M3 with a scale for each row of the weight and of the input.
