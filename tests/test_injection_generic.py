@@ -565,7 +565,7 @@ def test_pipeline(kernel, device, caplog):
     }
     assert "unet: in full" in caplog.text
     left = {entry.name: entry.reason for entry in report.left_alone}
-    assert left["text_encoder"] == "it is no denoising model or autoencoder of diffusers"
+    assert left["text_encoder"].endswith("nor a text encoder of transformers")
     assert left["adapter"] == "it has no module that there is a kernel for"
     replaced = {entry.name.partition(".")[0] for entry in report.replaced}
     assert replaced == {"transformer", "unet", "controlnet", "vae"}

@@ -24,6 +24,7 @@ from .decoders.convolutions import CONVOLUTIONS, IMAGE_CONVOLUTION
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
 from .families import IN_PART as _IN_PART_OF_FAMILIES
+from .families.text_encoders import TEXT_ENCODERS
 from .graphs.cuda_graphs import GraphedStandIn
 from .graphs.graph_capture import Pool
 from .parts.linears import GATED_ACTIVATIONS, UNFUSED_GELU
@@ -36,10 +37,14 @@ from .quantized.precision import PRECISIONS, choose_layers, is_named, linear_lay
 logger = logging.getLogger("h100_diffusers_kernels")
 
 _MODEL = "diffusers.models.modeling_utils:ModelMixin"
+_TRANSFORMERS_MODEL = "transformers.modeling_utils:PreTrainedModel"
 # Autoencoders run once a picture, not once a step.
 _AUTOENCODERS = "diffusers.models.autoencoders."
 # Modules of diffusers with models that are neither denoisers nor autoencoders.
 _OTHERS = ("diffusers.models.condition_embedders.", "diffusers.pipelines.")
+_UNKNOWN_COMPONENT = (
+    "it is no denoising model or autoencoder of diffusers, nor a text encoder of transformers"
+)
 _REPLACED = "its forward was replaced by something else"
 _NO_MODULE = "it has no module that there is a kernel for"
 
@@ -72,13 +77,13 @@ def inject_kernels(
     keep: Sequence[str] = (),
     keep_originals: bool = True,
 ) -> InjectionReport:
-    """Makes a diffusers model, or each denoising model and autoencoder of a pipeline, run on this package's
-    kernels.
+    """Makes a diffusers model, or each denoising model, autoencoder and text encoder of a pipeline, run on
+    this package's kernels.
 
     A model of a known class runs on them in full; any other in part: its norms, activations and attentions,
     one by one. The report's ``levels`` say which. Autoencoders run in part, unless their decoder is a
-    transformer of a known class. Text encoders and the other parts of a pipeline are left alone, unless one
-    is passed by itself.
+    transformer of a known class, and so do transformers' T5, UMT5, Qwen, Gemma, Llama and Mistral. The other
+    parts of a pipeline are left alone, unless one is passed by itself.
 
     Works in place and on instances only: classes, weights, processors, ``state_dict`` and configuration stay
     as they are. Hooks, offloading, LoRA, quantized linear layers and ``torch.compile`` keep working, whether
@@ -112,10 +117,10 @@ def inject_kernels(
             is the caller's own, with the same bits. Each replay compares the model with what was captured:
             if weights moved, or adapters, hooks, processors or functions changed, the graphs are dropped.
             A call that cannot be captured runs without a graph, and the report's ``cuda_graphs`` count the
-            reason. A pipeline's autoencoders in part get no graphs: they run once a picture. All graphs of
-            the pipeline share one more copy of a forward's working memory. Not for a model if another thread
-            draws random numbers from CUDA's default generator: PyTorch refuses that while a graph is
-            captured.
+            reason. A pipeline's autoencoders in part get no graphs: they run once a picture. Text encoders
+            do. All graphs of the pipeline share one more copy of a forward's working memory. Not for a model
+            if another thread draws random numbers from CUDA's default generator: PyTorch refuses that while
+            a graph is captured.
         max_cuda_graphs: the number of graphs kept for a model; the least recently used is evicted.
         precision: None, "fp8" or "fp8-fast". With either, the linear layers of a known class's blocks are
             quantized by torchao's dynamic FP8: E4M3 with a scale for each row of the weight and of the input.
@@ -158,7 +163,7 @@ def inject_kernels(
         is_alone = component is pipe_or_model
         models = list(_models_in(name, component, is_alone))
         if not models:
-            report.leave(name, component, "it is no denoising model or autoencoder of diffusers")
+            report.leave(name, component, _UNKNOWN_COMPONENT)
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
             has_graphs = is_alone or family is not None or not _is_autoencoder(model)
@@ -298,7 +303,8 @@ def _plan(
         report.leave("", model, _NO_MODULE)
     in_part = IN_PART if report.replaced else NOT_AT_ALL
     report.levels[""] = in_part if family is None else IN_FULL
-    if options["cuda_graphs"] and pool is not None and not plan.found_nothing:
+    has_graphs = not plan.found_nothing or _is_text_encoder(model)  # all of them wait for the host
+    if options["cuda_graphs"] and pool is not None and has_graphs:
         if patch.class_forward_slot(model) is None:
             report.leave("", model, f"no CUDA graphs: {_REPLACED}")
             return plan
@@ -327,7 +333,9 @@ def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) ->
 
 def _specs_in_part(model: nn.Module) -> _Specs:
     inner: set[int] = set()  # modules that the stand-in of the module around them replaces, too
-    known = (*_IN_PART, IMAGE_CONVOLUTION) if _is_autoencoder(model) else _IN_PART
+    known = TEXT_ENCODERS if _is_text_encoder(model) else _IN_PART
+    if _is_autoencoder(model):
+        known = (*_IN_PART, IMAGE_CONVOLUTION)
     for name, module in model.named_modules():
         spec = next((spec for spec in known if spec.matches(module)), attention_spec(module))
         inner.update(id(getattr(module, child, None)) for child in getattr(spec, "replaces", ()))
@@ -459,18 +467,17 @@ def _models_in(
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """Models inside of a module, through wrappers such as torch.compile's, each with its family or None.
 
-    A model without a family is a denoiser or autoencoder of diffusers if it is in a pipeline; alone, any
-    model of diffusers or any module.
+    A model without a family is a denoiser or autoencoder of diffusers or a text encoder of transformers if it
+    is in a pipeline; alone, any model of diffusers or any module.
     """
-    cls: Any = find_class(_MODEL)
-    modules = [*component.named_modules()] if cls is not None else []
-    models = [(n, m) for n, m in modules if isinstance(m, cls)]
+    cls: Any = find_class(_MODEL) or ()
+    modules = [*component.named_modules()]
+    models = [(n, m) for n, m in modules if isinstance(m, cls) or _is_text_encoder(m)]
     # An autoencoder's decoder may be a transformer of a family.
     known = [
         (n, m, family)
         for n, m in modules
-        if (isinstance(m, cls) or type(m).__module__.startswith(_AUTOENCODERS))
-        and (family := family_of(m)) is not None
+        if (isinstance(m, cls) or _is_autoencoder(m)) and (family := family_of(m)) is not None
     ]
     if known:
         yield from ((join(name, n), m, family) for n, m, family in known)
@@ -484,6 +491,17 @@ def _models_in(
     if is_alone and not outermost:
         unwrapped = component._modules.get("_orig_mod")
         yield ("_orig_mod", unwrapped, None) if unwrapped is not None else ("", component, None)
+
+
+def _is_text_encoder(module: nn.Module) -> bool:
+    """Whether it is a model of transformers whose main input is tokens."""
+    cls = find_class(_TRANSFORMERS_MODEL)
+    is_model = cls is not None and isinstance(module, cls)
+    return (
+        is_model
+        and type(module).__module__.startswith("transformers.")
+        and module.main_input_name == "input_ids"
+    )
 
 
 def _is_autoencoder(model: nn.Module) -> bool:

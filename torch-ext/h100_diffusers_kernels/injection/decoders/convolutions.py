@@ -118,7 +118,9 @@ def _repeated_frames(self: Any, x: Tensor, is_causal: bool) -> Any:
 
 def _padded_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
     conv = self._modules["conv"]
-    left, _, top, _, front, _ = self.time_causal_padding
+    left, _, top, _, front, _ = padding = self.time_causal_padding
+    if not any(padding):
+        return conv(hidden_states)  # PyTorch copies it to pad it by nothing
     border = {"replicate": "replicate", "constant": "zeros"}.get(self.pad_mode)
     if border is None or not is_stock(conv, _CONV3D) or any(conv.padding):
         return NotImplemented
@@ -133,6 +135,10 @@ def _cogvideox_forward(
     conv, front, x = self._modules["conv"], self.time_pad, inputs
     if not is_stock(conv, _SAFE_CONV3D) or conv.padding_mode != "zeros":
         return NotImplemented
+    if {*conv.kernel_size} == {1} and x.dtype in _SHORT_DTYPES and kernels_run_on(x):
+        # It makes scales and shifts of a norm, whose other operand has channels last.
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        return call.stand_in.own_forward(self, x, conv_cache)
     if self.pad_mode == "replicate":
         is_known, previous, cache = not any(conv.padding), None, None
         options = {"frame_border": "replicate", "border": "replicate"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...operations.conditions import kernels_run_on, tracks_derivatives
 from ..core.patch import Call, ExactSpec, Proxy
-from .blocks import HUNYUAN15, LTX, LTX2, QWEN, QWEN21, WAN
+from .blocks import HUNYUAN, HUNYUAN15, LTX, LTX2, QWEN, QWEN21, WAN
 
 _SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -23,10 +23,28 @@ def _upsample_forward(self: Any, call: Call, x: Tensor) -> Any:
     if not is_known or x.dim() != 4 or not _keeps_channels_last(x):
         return NotImplemented
     # As the convolution after it: so only the small image is copied.
-    rows = _rows(x.contiguous(memory_format=torch.channels_last))
-    n, h, w, c = rows.shape
-    doubled = rows[:, :, None, :, None].expand(n, h, 2, w, 2, c).reshape(n, 2 * h, 2 * w, c)
-    return doubled.view(x.dtype).movedim(-1, 1)
+    x = x.contiguous(memory_format=torch.channels_last)[:, :, None]
+    return _repeated(x, (1, 2, 2)).squeeze(2)
+
+
+def _causal_upsampler_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
+    """The first frame is not doubled in time."""
+    x, factors = hidden_states, tuple(map(int, self.upsample_factor))
+    if factors != tuple(self.upsample_factor) or not _keeps_channels_last(x):
+        return NotImplemented
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    if x.shape[2] > 1:
+        frames = (x[:, :, :1], (1, *factors[1:])), (x[:, :, 1:], factors)
+        return self.conv(torch.cat([_repeated(*each) for each in frames], 2))
+    return self.conv(_repeated(x, (1, *factors[1:])))
+
+
+def _repeated(x: Tensor, factors: tuple[int, ...]) -> Tensor:
+    """Each frame, row and column of x (B, C, T, H, W) several times in turn, with channels last."""
+    rows, (f1, f2, f3) = _rows(x), factors
+    b, t, h, w, c = rows.shape
+    wide = rows[:, :, None, :, None, :, None].expand(b, t, f1, h, f2, w, f3, c)
+    return wide.reshape(b, t * f1, h * f2, w * f3, c).view(x.dtype).movedim(-1, 1)
 
 
 def _keeps_channels_last(x: Tensor) -> bool:
@@ -136,6 +154,7 @@ _MASK = (f"{HUNYUAN15}AttnBlock.prepare_causal_attention_mask",)
 # The beginnings of classes' names, the rest, the forward, what it does and the functions that it replaces.
 _CLASSES: tuple[tuple, ...] = (
     ((WAN, QWEN, QWEN21), "Upsample", _upsample_forward, _NEAREST, _INTERPOLATE),
+    ((HUNYUAN,), "UpsampleCausal3D", _causal_upsampler_forward, _LAST, _INTERPOLATE[1:]),
     ((HUNYUAN15,), "Upsample", _hunyuan_upsampler_forward, _LAST, ()),
     ((LTX,), "Upsampler3d", _ltx1_upsampler_forward, _LAST, ()),
     ((LTX2,), "Upsampler3d", _ltx2_upsampler_forward, _LAST, ()),

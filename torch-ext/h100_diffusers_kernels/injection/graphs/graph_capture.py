@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -134,18 +136,22 @@ class Capture:
 
         def run() -> Any:
             with recorder:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            return result, [*map(_cache_tensors, _pytree.tree_leaves(result))]
 
         with capturing(device):
-            result = graph.capture(run)
+            result, in_caches = graph.capture(run)
         self._leaves, self._spec = _pytree.tree_flatten(result)
+        results = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._results = {id(tensor): tensor for tensor in itertools.chain(results, *in_caches)}
         self.externals = Addresses(list(recorder.externals.values()))
         refusal = recorder.refusal  # raised in the call, which may have caught it
         if _versions(known) != versions:
             refusal = refusal or "it writes to its arguments, parameters or buffers"
         for leaf in self._leaves:
             is_tensor = type(leaf) is Tensor and leaf.layout is torch.strided
-            if not is_tensor and not isinstance(leaf, (type(None), bool, int, float, str)):
+            is_value = isinstance(leaf, (type(None), bool, int, float, str))
+            if not (is_tensor or is_value or _is_cache(leaf)):
                 refusal = refusal or f"it returns {an(type(leaf).__name__)}"
         if refusal is not None:
             graph.reset()
@@ -160,12 +166,25 @@ class Capture:
             _memory(target).copy_(_memory(tensor))
 
     def _copy_out(self) -> Any:
-        copies = {id(leaf): like(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)}
-        leaves = [copies.get(id(leaf), leaf) for leaf in self._leaves]
-        for copy, leaf in zip(leaves, self._leaves):
-            if copy is not leaf:
-                _memory(copy).copy_(_memory(leaf))
+        copies: dict[int, Any] = {key: like(tensor) for key, tensor in self._results.items()}
+        for key, tensor in self._results.items():
+            _memory(copies[key]).copy_(_memory(tensor))
+        # A deep copy of a cache has these copies of its tensors.
+        leaves = [
+            copy.deepcopy(leaf, {**copies}) if _is_cache(leaf) else copies.get(id(leaf), leaf)
+            for leaf in self._leaves
+        ]
         return _pytree.tree_unflatten(leaves, self._spec)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is transformers' cache of keys and values."""
+    return type(value).__module__ == "transformers.cache_utils"
+
+
+def _cache_tensors(value: Any) -> list[Tensor]:
+    layers = value.layers if _is_cache(value) else ()
+    return [t for layer in layers for t in vars(layer).values() if isinstance(t, Tensor)]
 
 
 def _versions(tensors: list[Tensor]) -> list[int | None]:

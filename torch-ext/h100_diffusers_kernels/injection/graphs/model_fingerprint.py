@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.checks import runs_class_forward
 from ..core.patch import is_wrapped, stand_in_of
 
 
@@ -34,6 +35,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _NOT_COMPARED = vars(nn.Module()).keys() - {"training"} | {"in_features", "out_features"}
 # Attributes of the model itself that wrap its forward. They are not stored, because they reference the model.
 _AROUND = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels"}
+# The module of the hooks by which transformers returns hidden states. They only collect outputs.
+_RECORDING = "transformers.utils.output_capturing"
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 
 
@@ -181,8 +184,14 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
         or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
         or state.get("_compiled_call_impl") is not None
         or "_orig_mod" in module._modules
-        or (not is_model and is_wrapped(module))
+        or (not is_model and is_wrapped(module) and not _is_only_recorded(module))
     )
+
+
+def _is_only_recorded(module: nn.Module) -> bool:
+    hooks, *others = (vars(module)[name] for name in _HOOKS)
+    are_recorders = all(getattr(h, "__module__", None) == _RECORDING for h in hooks.values())
+    return are_recorders and not any(others) and runs_class_forward(module)
 
 
 def _attributes_of(module: nn.Module, is_model: bool) -> dict[str, Any]:

@@ -285,8 +285,16 @@ def weights_of_products(call: Call, x: Tensor, *layers: Any) -> list[Tensor] | N
     return weights
 
 
-def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
-    """``silu(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one buffer."""
+def swiglu_of_two(
+    call: Call,
+    x: Tensor,
+    activated: Any,
+    other: Any,
+    activation: Any = torch.nn.functional.silu,
+    operation: Any = operations.swiglu,
+) -> Tensor:
+    """``activation(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one
+    buffer, for the operation that computes the same."""
     products = weights = None
     if has_plain_weight(activated):  # otherwise ``linears`` reads the adapters
         (activated, other), found = read_active(activated, other)
@@ -297,7 +305,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
             weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
         gate, up = linears(x, activated, other)
-        return torch.nn.functional.silu(gate) * up
+        return activation(gate) * up
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
     rows, outs = x.view(-1, x.shape[-1]), both.view(-1, 2 * size).chunk(2, dim=1)
@@ -306,7 +314,7 @@ def swiglu_of_two(call: Call, x: Tensor, activated: Any, other: Any) -> Tensor:
     else:
         for weight, out in zip(weights, outs):
             torch.mm(rows, weight.t(), out=out)
-    return operations.swiglu(both, activated="first")
+    return operation(both, activated="first")
 
 
 def gated_feed_forward(

@@ -28,7 +28,7 @@ from .linears import linear
 from .norms import NORM_OPERATIONS, Norm, Upcasts, norm_modulate, norm_notes, read_norm
 
 
-def _apply_norm(
+def compute_norm(
     norm: Norm, x: Tensor, upcasts: Upcasts, *rows: Tensor | None
 ) -> Tensor | str | None:
     """``norm(x)``, modulated by a scale and a shift if they are given.
@@ -73,19 +73,19 @@ class NormSpec(ExactSpec):
         return f"it {norm}" if isinstance(norm, str) else None
 
 
-def _norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
+def norm_forward(self: nn.Module, call: Call, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) != 1 or kwargs:
         return NotImplemented
     x, keeps_dtype = args[0], call.stand_in.spec.keeps_dtype  # type: ignore[attr-defined]
     norm = read_norm(self, x.shape[-1] if x.dim() else 0, is_called=True)
-    out = f"it {norm}" if isinstance(norm, str) else _apply_norm(norm, x, keeps_dtype)
+    out = f"it {norm}" if isinstance(norm, str) else compute_norm(norm, x, keeps_dtype)
     return out if isinstance(out, Tensor) else call.decline(out)
 
 
 _NORM = "diffusers.models.normalization:"
 _LAYER_NORM, _RMS_NORM = ("torch.nn.functional:layer_norm",), ("torch.nn.functional:rms_norm",)
 NORMS = tuple(
-    NormSpec(path, _norm_forward, operation, functions, True, parameters, None, keeps_dtype)
+    NormSpec(path, norm_forward, operation, functions, True, parameters, None, keeps_dtype)
     for path, parameters, operation, functions, keeps_dtype in (
         ("torch.nn:LayerNorm", "self input", "layer_norm", _LAYER_NORM, False),
         ("torch.nn:RMSNorm", "self x", "rms_norm", _RMS_NORM, True),
@@ -283,7 +283,7 @@ def norm_and_modulate(
         and scale.shape[0] in (1, x.shape[0])
         and scale.shape[1] in (1, x.shape[1])
     ):
-        out = _apply_norm(norm, x, upcasts, scale, shift)
+        out = compute_norm(norm, x, upcasts, scale, shift)
     if isinstance(out, Tensor):
         return out
     call.fall_back(out)

@@ -129,7 +129,7 @@ def read_norm(
         return "has a bias"
     if known is _KREA2:
         weight = weight + 1.0
-    eps = attributes.get("eps")
+    eps = attributes.get("eps", attributes.get("variance_epsilon"))  # the latter in transformers
     if eps is None and known is _RMS_NORM:
         eps = _PYTORCH_EPS
     if not isinstance(eps, float):
