@@ -120,6 +120,7 @@ def _padded_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
     conv = self._modules["conv"]
     left, _, top, _, front, _ = padding = self.time_causal_padding
     if not any(padding):
+        call.is_counted = False
         return conv(hidden_states)  # PyTorch copies it to pad it by nothing
     border = {"replicate": "replicate", "constant": "zeros"}.get(self.pad_mode)
     if border is None or not is_stock(conv, _CONV3D) or any(conv.padding):
@@ -137,6 +138,7 @@ def _cogvideox_forward(
         return NotImplemented
     if {*conv.kernel_size} == {1} and x.dtype in _SHORT_DTYPES and kernels_run_on(x):
         # It makes scales and shifts of a norm, whose other operand has channels last.
+        call.is_counted = False
         x = x.contiguous(memory_format=torch.channels_last_3d)
         return call.stand_in.own_forward(self, x, conv_cache)
     if self.pad_mode == "replicate":
