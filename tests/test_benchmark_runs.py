@@ -17,6 +17,7 @@ from benchmarks.harness import comparison, history, kernel_times, record, timing
 from benchmarks.models import (
     bench_accuracy,
     bench_cuda_graphs,
+    bench_decoders,
     bench_every_model,
     bench_fp8_layers,
     bench_host_forward,
@@ -25,7 +26,13 @@ from benchmarks.models import (
 )
 from benchmarks.models.flux import FLUX
 from benchmarks.models.ltx import LTX_VIDEO
-from benchmarks.operations import bench_attention, bench_energy, bench_fp8, bench_host
+from benchmarks.operations import (
+    bench_attention,
+    bench_conv3d,
+    bench_energy,
+    bench_fp8,
+    bench_host,
+)
 from benchmarks.pipelines import bench_few_steps, bench_pipelines, bench_quality, text_encoders
 
 from benchmark_results import FAMILIES, load
@@ -260,6 +267,18 @@ def test_few_steps(result_of):
             assert min(parts) > 0 and sum(parts) == pytest.approx(mode["seconds"]["median"])
             assert mode["first_call_s"] > 0 and mode["second_call_s"] > 0
         assert entry["modes"]["injected"]["psnr_to_eager_db"] > 60
+
+
+def test_decoders(result_of):
+    """An image's and a video's; convolutions by themselves."""
+    arguments = ["--decoders", "flux,cosmos", "--rounds", "1"]
+    for entry in result_of(bench_decoders, *arguments)["decoders"]:
+        modes = entry["modes"]
+        assert list(modes) == list(bench_decoders.DECODERS[entry["name"]].modes)
+        assert modes["injected"]["error"] < 1.2 * modes["eager"]["error"]
+        assert all(mode["seconds"]["median"] > 0 for mode in modes.values())
+    for entry in result_of(bench_conv3d, "--rounds", "1")["conv3d"]:
+        assert entry["errors"]["ours"] < 1.05 * entry["errors"]["eager"]
 
 
 def test_a_prompt_is_as_many_tokens_as_words_and_marks():

@@ -76,6 +76,7 @@ def test_values(
     check(kernel, {**arguments, "bias": arguments["bias"] if has_bias else None})
 
 
+@pytest.mark.sanitize
 @every_16_bit_dtype
 def test_strides(kernel, device, dtype):
     """Frames, rows and columns of a larger tensor, of an image, and frames of another distance before."""
@@ -92,6 +93,17 @@ def test_strides(kernel, device, dtype):
         given = view(x)
         weight = arguments["weight"][:, : given.shape[1]].contiguous()
         check(kernel, {**arguments, "x": given, "previous": view(previous), "weight": weight})
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("border", ["zeros", "replicate", "reflect"])
+@pytest.mark.parametrize("out_channels", [8, 96, 128, 192])
+@pytest.mark.parametrize("taps", [(3, 3, 3), (3, 1, 1)])
+def test_widths_of_tiles(kernel, device, taps, out_channels, border):
+    size = (1, 2, 17, 19, 40)
+    arguments = conv3d_operands(size, out_channels, taps, 1, dtype=torch.bfloat16, device=device)
+    padding = (1, 0, *(n // 2 for n in taps[1:]))
+    check(kernel, {**arguments, "padding": padding, "border": border})
 
 
 @every_16_bit_dtype

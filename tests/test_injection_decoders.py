@@ -695,6 +695,9 @@ def test_graphs_of_an_autoencoder_by_itself(kernel, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every
 def test_peak_of_memory(kernel, device, small):
+    """Of images whose activations take more memory than a weight."""
+    sizes = ((*size[:-2], 16 * size[-2], 16 * size[-1]) for size in (small.latent, small.sample))
+    small = dataclasses.replace(small, **dict(zip(("latent", "sample"), sizes, strict=True)))
     model, plain, _, arguments = pair(kernel, small, device, BFLOAT16)
     peaks = []
     for forward in (encode, decode):

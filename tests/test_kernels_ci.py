@@ -150,7 +150,12 @@ class Case:
 
 def test_every_operation_has_a_case(kernel):
     operations = {name for name in kernel.__all__ if name.islower()}
-    others = {"linears_lora", "conv3d", *FP8_OPERATIONS, *(f"{name}_fp8" for name in WITH_FP8_RESULT)}
+    others = {
+        "linears_lora",
+        "conv3d",
+        *FP8_OPERATIONS,
+        *(f"{name}_fp8" for name in WITH_FP8_RESULT),
+    }
     assert operations - NOT_OPERATIONS - others == set(CASES)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU. Usage: tools/gpu_check.sh [build] [test] [sanitize] [ceilings]
-# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [few_steps]
+# [operations] [profile] [accuracy] [models] [block_timeline] [in_part] [every_model] [pipelines] [few_steps] [decoders]
 # [quality] [energy] [host_forward] [graphs] [fp8_models] [adapters] [parallel] [sequences]
 #
 # Without arguments all steps run, in this order. After a failed step the next one runs, except after a failed
@@ -25,7 +25,7 @@ FIRST_SEED=${FIRST_SEED:-0}
 MODELS=${MODELS:-all}
 MODEL_OPTIONS=${MODEL_OPTIONS:-}
 STEPS=(build test sanitize ceilings operations profile accuracy models block_timeline in_part every_model
-  pipelines few_steps quality energy host_forward graphs fp8_models adapters parallel sequences)
+  pipelines few_steps decoders quality energy host_forward graphs fp8_models adapters parallel sequences)
 
 step_build() {
   "$PYTHON" tools/build_variant.py --backend cuda &&
@@ -67,7 +67,7 @@ step_ceilings() { "$PYTHON" benchmarks/ceilings/run.py; }
 # Compared with Liger, QuACK and FlashAttention-3 if requirements/benchmark.txt is installed.
 step_operations() {
   local status=0 name
-  for name in norm group_norm gated_residual rope activation softmax fp8 lora attention attention_int8 host; do
+  for name in norm group_norm gated_residual rope activation softmax fp8 lora conv3d attention attention_int8 host; do
     echo "--- $name"
     "$PYTHON" "benchmarks/operations/bench_$name.py" || status=1
   done
@@ -86,6 +86,7 @@ step_models() { of_models models; }
 step_block_timeline() { "$PYTHON" benchmarks/models/bench_block_timeline.py; }
 step_pipelines() { "$PYTHON" benchmarks/pipelines/bench_pipelines.py; }
 step_few_steps() { "$PYTHON" benchmarks/pipelines/bench_few_steps.py; }
+step_decoders() { "$PYTHON" benchmarks/models/bench_decoders.py; }
 step_quality() { "$PYTHON" benchmarks/pipelines/bench_quality.py; }
 step_in_part() { "$PYTHON" benchmarks/models/bench_in_part.py; }
 step_every_model() { "$PYTHON" benchmarks/models/bench_every_model.py; }

@@ -28,6 +28,7 @@ import render_plots
 # The modules fill TABLES and FIGURES.
 from documents import (  # noqa: F401
     CHECKOUT,
+    decoders,
     few_steps,
     fp8,
     lora,
