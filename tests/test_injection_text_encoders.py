@@ -215,10 +215,10 @@ def test_derivatives_and_autocast(kernel, device, name):
         gradients.append(torch.autograd.grad(out.square().sum(), [*each.parameters()][:3]))
         with torch.autocast(device, torch.bfloat16):
             gradients[-1] += (last_state(each, tokens(device)),)
-    for (*mine, last), (*expected, last_expected) in [gradients]:
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
-        # A GPU may choose another attention of 16 bits for a bias with other strides.
-        torch.testing.assert_close(last, last_expected, rtol=2e-2, atol=2e-2)
+    (*mine, last), (*expected, last_expected) = gradients
+    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    # A GPU may choose another attention of 16 bits for a bias with other strides.
+    torch.testing.assert_close(last, last_expected, rtol=2e-2, atol=2e-2)
 
 
 class QuantizedLinear(nn.Module):
