@@ -6,8 +6,27 @@ from pathlib import Path
 
 from benchmarks.harness import history
 
-from .common import MODE_NAMES, markdown, milliseconds, number, setup, table, times
+from .common import (
+    MODE_NAMES,
+    NOT_MEASURED,
+    figure,
+    markdown,
+    milliseconds,
+    number,
+    setup,
+    span,
+    table,
+    times,
+)
 from .pipelines import gibibytes
+
+
+@figure
+def decoders_over_eager(results: Path) -> str:
+    found = history.gathered("decoders", "decoders", lambda entry: entry["name"], results)
+    entries = found["decoders"] if found else []
+    over = [entry["speedups"]["injected"].get("eager") for entry in entries]
+    return span(over) if over else NOT_MEASURED
 
 
 @table

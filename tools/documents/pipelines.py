@@ -233,11 +233,6 @@ def pipelines_range(results: Path) -> str:
 
 
 @figure
-def decoders_over_eager(results: Path) -> str:
-    return span([chosen.ratio(e, "decoder_s", "injected", "eager") for e in entries(results)])
-
-
-@figure
 def pipelines_card(results: Path) -> str:
     """The card of the table of pipelines."""
     run = chosen.pipelines_run(results)
