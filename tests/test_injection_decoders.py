@@ -595,6 +595,8 @@ def test_convolutions(kernel, device, case, dtype):
     model, plain, report = injected(kernel, nn.ModuleList([make()]).to(device, dtype))
     x = torch.randn(2, 16, 4, 5, 8, device=device).to(dtype)
     views = [layout(x) for layout in LAYOUTS.values()]
+    last = LAYOUTS["channels last"](x)
+    views += [last[:1].expand(3, -1, -1, -1, -1), last[..., 1:2].expand(-1, -1, -1, -1, 4)]
     for each in views:
         with torch.no_grad():
             out, expected = first(model[0](each)), first(plain[0](each))

@@ -67,11 +67,9 @@ def _convolve(
 
 def _channels_last(x: Tensor) -> Tensor:
     """x, or a copy with channels last if its channels are not dense. Frames may have gaps."""
-    strides = (x.stride(0), *x.stride()[2:])
-    is_last = x.stride(1) == 1 and all(
-        n == 1 or s % 8 == 0 for n, s in zip(x.shape[2:], strides[1:])
-    )
-    if is_last and (x.shape[0] == 1 or strides[0] % 8 == 0) and x.data_ptr() % 16 == 0:
+    sizes, strides = (x.shape[0], *x.shape[2:]), (x.stride(0), *x.stride()[2:])
+    is_taken = all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(sizes, strides))
+    if is_taken and x.stride(1) == 1 and x.data_ptr() % 16 == 0:
         return x
     return x.contiguous(memory_format=torch.channels_last_3d)
 
