@@ -28,15 +28,42 @@ struct RowNormResults {
   OwnedTensor residual, out, second_out, scales;
 };
 
+// Whether the residual is float32 beside a 16-bit x.
+bool has_float32_residual(const char* operation, RowNormLauncher launcher, const Tensor& x,
+                          const RowNormArguments& arguments, RowNormOutputs outputs) {
+  const bool is_known = launcher == gated_residual || launcher == gated_residual_rms_norm_modulate;
+  if (!is_known || outputs == RowNormOutputs::kQuantized ||
+      arguments.residual->scalar_type() != ScalarType::Float ||
+      (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16))
+    return false;
+  for (const auto& [name, is_given] : {std::pair{"an addend", arguments.addend.has_value()},
+                                       {"x_eps", arguments.x_eps.has_value()},
+                                       {"tanh_gate", arguments.has_tanh_gate},
+                                       {"a pair as gate", arguments.gate_row.has_value()},
+                                       {"a pair as scale", arguments.scale_row.has_value()},
+                                       {"a pair as shift", arguments.shift_row.has_value()},
+                                       {"an index", arguments.index.has_value()}})
+    if (is_given)
+      fail(operation, "x must have the dtype of residual (float32) with ", name, ", got ",
+           dtype_name(x.scalar_type()));
+  return true;
+}
+
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
                             const RowNormArguments& arguments,
                             RowNormOutputs outputs = RowNormOutputs::kOne) {
-  const bool has_residual = arguments.residual.has_value();
-  const Tensor& leader = has_residual ? *arguments.residual : x;
-  const ArgumentChecker check(operation, has_residual ? "residual" : "x", leader);
-  if (has_residual) check.same_shape("x", x, check.shape());
-
   RowNormParams params{};
+  const bool has_residual = arguments.residual.has_value();
+  params.has_float32_residual =
+      has_residual && has_float32_residual(operation, launcher, x, arguments, outputs);
+  const bool x_leads = !has_residual || params.has_float32_residual;
+  const ArgumentChecker check(operation, x_leads ? "x" : "residual", x_leads ? x : *arguments.residual);
+  if (params.has_float32_residual) {
+    check.same_device("residual", *arguments.residual);
+    check.exact_shape("residual", *arguments.residual, check.shape());
+  } else if (has_residual) {
+    check.same_shape("x", x, check.shape());
+  }
   params.hidden = check.hidden();
   params.dtype = check.dtype();
   params.eps = static_cast<float>(arguments.eps);
@@ -78,7 +105,7 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   else if (outputs != RowNormOutputs::kNone)
     results.out = check.empty(check.shape());
   if (outputs == RowNormOutputs::kPair) results.second_out = check.empty(check.shape());
-  if (has_residual) results.residual = check.empty(check.shape());
+  if (has_residual) results.residual = check.empty(check.shape(), arguments.residual->dtype());
   // Rows without elements have a scale, too.
   if (is_quantized ? Tensor(results.scales).numel() == 0 : x.numel() == 0) return results;
 
