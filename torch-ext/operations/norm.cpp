@@ -28,25 +28,16 @@ struct RowNormResults {
   OwnedTensor residual, out, second_out, scales;
 };
 
-// Whether the residual is float32 beside a 16-bit x.
-bool has_float32_residual(const char* operation, RowNormLauncher launcher, const Tensor& x,
-                          const RowNormArguments& arguments, RowNormOutputs outputs) {
-  const bool is_known = launcher == gated_residual || launcher == gated_residual_rms_norm_modulate;
-  if (!is_known || outputs == RowNormOutputs::kQuantized ||
-      arguments.residual->scalar_type() != ScalarType::Float ||
-      (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16))
-    return false;
-  for (const auto& [name, is_given] : {std::pair{"an addend", arguments.addend.has_value()},
-                                       {"x_eps", arguments.x_eps.has_value()},
-                                       {"tanh_gate", arguments.has_tanh_gate},
-                                       {"a pair as gate", arguments.gate_row.has_value()},
-                                       {"a pair as scale", arguments.scale_row.has_value()},
-                                       {"a pair as shift", arguments.shift_row.has_value()},
-                                       {"an index", arguments.index.has_value()}})
-    if (is_given)
-      fail(operation, "x must have the dtype of residual (float32) with ", name, ", got ",
-           dtype_name(x.scalar_type()));
-  return true;
+// Returns whether the residual is float32 beside a 16-bit x, in a call that accepts it.
+bool has_float32_residual(RowNormLauncher launcher, const Tensor& x, const RowNormArguments& arguments,
+                          RowNormOutputs outputs) {
+  if (launcher != gated_residual && launcher != gated_residual_rms_norm_modulate) return false;
+  if (arguments.residual->scalar_type() != ScalarType::Float) return false;
+  if (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16) return false;
+  for (const OptionalTensor* part : {&arguments.addend, &arguments.gate_row, &arguments.scale_row,
+                                     &arguments.shift_row, &arguments.index})
+    if (part->has_value()) return false;
+  return outputs != RowNormOutputs::kQuantized && !arguments.x_eps.has_value() && !arguments.has_tanh_gate;
 }
 
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
@@ -54,8 +45,7 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
                             RowNormOutputs outputs = RowNormOutputs::kOne) {
   RowNormParams params{};
   const bool has_residual = arguments.residual.has_value();
-  params.has_float32_residual =
-      has_residual && has_float32_residual(operation, launcher, x, arguments, outputs);
+  params.has_float32_residual = has_float32_residual(launcher, x, arguments, outputs);
   const bool x_leads = !has_residual || params.has_float32_residual;
   const ArgumentChecker check(operation, x_leads ? "x" : "residual", x_leads ? x : *arguments.residual);
   if (params.has_float32_residual) {
