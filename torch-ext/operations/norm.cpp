@@ -34,8 +34,8 @@ bool has_float32_residual(RowNormLauncher launcher, const Tensor& x, const RowNo
   if (launcher != gated_residual && launcher != gated_residual_rms_norm_modulate) return false;
   if (arguments.residual->scalar_type() != ScalarType::Float) return false;
   if (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16) return false;
-  for (const OptionalTensor* part : {&arguments.addend, &arguments.gate_row, &arguments.scale_row,
-                                     &arguments.shift_row, &arguments.index})
+  for (const OptionalTensor* part :
+       {&arguments.addend, &arguments.gate_row, &arguments.scale_row, &arguments.shift_row, &arguments.index})
     if (part->has_value()) return false;
   return outputs != RowNormOutputs::kQuantized && !arguments.x_eps.has_value() && !arguments.has_tanh_gate;
 }

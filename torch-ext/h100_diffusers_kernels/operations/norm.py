@@ -473,8 +473,8 @@ def gated_residual_rms_norm_modulate_fp8(
     tanh_gate: bool = False,
     index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``gated_residual_rms_norm_modulate``, with a residual of ``x``'s dtype, and the modulated norm quantized
-    as by ``rms_norm_fp8``.
+    """As ``gated_residual_rms_norm_modulate``, with a residual of ``x``'s dtype, and the modulated norm
+    quantized as by ``rms_norm_fp8``.
 
     Returns:
         ``(h, values, scale)``.
