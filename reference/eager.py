@@ -93,7 +93,7 @@ def gated_residual(
     x = x if x_eps is None else rms_norm_modulate(x, None, None, x_weight, x_eps)
     gate = gate.tanh() if tanh_gate and gate is not None else gate
     if _is_mixed(x, gate):
-        return (residual.float() + x * gate).to(x.dtype)
+        return (residual.float() + x * gate).to(residual.dtype)
     return residual + x if gate is None else residual + gate * x
 
 
@@ -101,7 +101,7 @@ def gated_residual_rms_norm_modulate(
     residual, x, gate=None, scale=None, shift=None, weight=None, eps=1e-6, *, index=None, **branch
 ):
     h = gated_residual(residual, x, gate, index=index, **branch)
-    return h, rms_norm_modulate(h, scale, shift, weight, eps, index=index)
+    return h, rms_norm_modulate(h, scale, shift, weight, eps, index=index).to(x.dtype)
 
 
 def gated_residual_layer_norm_modulate(

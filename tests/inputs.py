@@ -341,6 +341,9 @@ CHANNELS_LAST, RMS_CHANNELS_LAST = "group_norm_channels_last", "channel_rms_norm
 BRANCH, TABLE_ROWS = "_branch", "_table_rows"
 # With a table of each scale, shift and gate, and the index of each token's row.
 INDEXED = "_indexed"
+# With a float32 residual beside a 16-bit x.
+FLOAT32_RESIDUAL = "_float32_residual"
+FLOAT32_RESIDUAL_OPERATIONS = ["gated_residual", "gated_residual_rms_norm_modulate"]
 BRANCH_OPERATIONS = [name for name in ROW_NORMS if name.startswith("gated") and "pair" not in name]
 TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulate"]
 # With tensors (B, S, H * d) and the number of heads.
@@ -376,6 +379,7 @@ CALLS = [
     *(name + by for name in ("rope", "qk_norm_rope") for by in (BY_PAIR, BY_COMPLEX)),
     *(name + MIXED for name in ROW_NORMS),
     *(name + SPARSE for name in ROW_NORMS if "modulate" in name),
+    *(name + FLOAT32_RESIDUAL for name in FLOAT32_RESIDUAL_OPERATIONS),
     *(name + BRANCH for name in BRANCH_OPERATIONS),
     *(name + TABLE_ROWS for name in TABLE_OPERATIONS),
     *(name + INDEXED for name in TABLE_OPERATIONS),
@@ -446,7 +450,8 @@ def smallest_factor(count):
 
 def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layout="contiguous"):
     """The public function and arguments of one valid call with all optional arguments."""
-    for suffix in (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS, INDEXED):
+    suffixes = (BY_PAIR, BY_COMPLEX, MIXED, SPARSE, BRANCH, TABLE_ROWS, INDEXED, FLOAT32_RESIDUAL)
+    for suffix in suffixes:
         if name.endswith(suffix):
             plain = name.removesuffix(suffix)
             options = {"dtype": dtype, "device": device, "shape": shape, "layout": layout}
@@ -708,7 +713,16 @@ def with_index(arguments, rows=3, is_shared=False):
     return {**arguments, **tables, "index": index.to(arguments["x"].device)}
 
 
-_CHANGES = {BRANCH: with_branch, TABLE_ROWS: with_table, INDEXED: with_index}
+def with_float32_residual(arguments):
+    return {**arguments, "residual": arguments["residual"].float()}
+
+
+_CHANGES = {
+    BRANCH: with_branch,
+    TABLE_ROWS: with_table,
+    INDEXED: with_index,
+    FLOAT32_RESIDUAL: with_float32_residual,
+}
 
 
 def _with_pair_tables(arguments, heads, is_complex):

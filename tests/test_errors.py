@@ -22,6 +22,8 @@ from conftest import CHECKOUT, load_kernel
 from inputs import (
     BRANCH,
     BRANCH_OPERATIONS,
+    FLOAT32_RESIDUAL,
+    FLOAT32_RESIDUAL_OPERATIONS,
     GATED,
     GRID_AXES,
     HEADS,
@@ -191,7 +193,9 @@ def wrong_dtypes(operations, argument, *dtypes):
 
 def of_any_tensor(name, argument):
     """Mistakes of every tensor except the first."""
-    wrong_dtypes(name, argument, torch.float64, torch.float16, torch.int64)
+    is_narrow = name in FLOAT32_RESIDUAL_OPERATIONS and argument == "x"  # beside a float32 residual
+    of_16_bits = () if is_narrow else (torch.float16,)
+    wrong_dtypes(name, argument, torch.float64, *of_16_bits, torch.int64)
     device = replace(argument, other_device)
     mistake(name, argument, "device", "", device, is_device=True)
     # A gate has one value a head, and any strides.
@@ -273,6 +277,24 @@ for name in TABLE_OPERATIONS:
     if name in BRANCH_OPERATIONS:
         without = all_of(*[replace(argument, lambda _: None) for argument in modulations])
         mistake(call, "index", "no table", "a tensor", without)
+
+# The residual of a valid call is float32.
+to_float16 = replace("x", torch.Tensor.half)
+for form in (BRANCH, TABLE_ROWS, INDEXED):
+    calls = [name + form for name in FLOAT32_RESIDUAL_OPERATIONS]
+    mistake(calls, "x", "16_bits", "float16", to_float16)
+for name in FLOAT32_RESIDUAL_OPERATIONS:
+    call = name + FLOAT32_RESIDUAL
+    sizes = (BATCH, SEQ, HIDDEN + 1), (BATCH, SEQ + 1, HIDDEN), (SEQ, HIDDEN), (HIDDEN,), ()
+    wrong_shapes(call, "residual", *sizes, along=to_float16)
+    of_16_bits = all_of(to_float16, replace("residual", torch.Tensor.bfloat16))
+    mistake(call, "x", "of_another_16_bits", "float16", of_16_bits)
+    strided = all_of(to_float16, replace("residual", every_second))
+    mistake(call, "residual", "stride", "stride 2", strided)
+    device = all_of(to_float16, replace("residual", other_device))
+    mistake(call, "residual", "device", "", device, is_device=True)
+    gate = all_of(to_float16, replace("gate", torch.Tensor.bfloat16))
+    mistake(call, "gate", "of_another_16_bits", "bfloat16", gate)
 
 mistake(GATED, "x", "odd", str(2 * HIDDEN + 1), replace("x", longer))
 wrong_shapes(GATED, "bias", (HIDDEN,))
@@ -586,7 +608,7 @@ def test_mistakes(kernel, device, case):
         message = refused_unchanged(function, arguments, pattern)
         expected = outcome(function, arguments)
         name = function.__name__
-        if f"{name}_fp8" in WITH_FP8_RESULT:
+        if f"{name}_fp8" in WITH_FP8_RESULT and FLOAT32_RESIDUAL not in case.operation:
             text = message.replace(f"{name}:", f"{name}_fp8:", 1)
             assert outcome(getattr(kernel, f"{name}_fp8"), arguments) == (expected[0], text)
         is_of_outputs = case.argument in ("v", "out", "q_out")

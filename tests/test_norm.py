@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import eager
-from checks import FLOAT32_ARITHMETIC, check, check_nonfinite, poison_memory
+from checks import FLOAT32_ARITHMETIC, as_tuple, check, check_nonfinite, poison_memory
 from inputs import (
     BRANCH,
     BRANCH_OPERATIONS,
     CHOICES,
     DTYPES,
+    FLOAT32_RESIDUAL,
+    FLOAT32_RESIDUAL_OPERATIONS,
     LAYOUTS,
     MIXTURES,
     MODULATIONS,
@@ -34,6 +36,8 @@ from inputs import (
     with_table,
 )
 
+# The operations, and those that take a float32 residual beside a 16-bit x with one.
+CALLS = [*ROW_NORMS, *(name + FLOAT32_RESIDUAL for name in FLOAT32_RESIDUAL_OPERATIONS)]
 NORMS = [name for name in ROW_NORMS if "norm" in name]
 LAYER_NORMS = [name for name in NORMS if "layer_norm" in name]
 every_norm = pytest.mark.parametrize("name", NORMS)
@@ -49,12 +53,13 @@ SMALL, LONG = 63, 32776
 
 def row_call(name, shape, dtype, device, *, layout="contiguous", form="B1D", make=normal, **choice):
     """The arguments of a call. `form`: the modulators' broadcast shape, or their layout at full size."""
-    operation = TABLE[name]
+    plain = name.removesuffix(FLOAT32_RESIDUAL)
     layouts = [layout] if isinstance(layout, str) else layout
-    arguments = {
-        key: make(*shape, dtype=dtype, device=device, layout=layouts[i % len(layouts)])
-        for i, key in enumerate(operation.rows)
-    }
+    arguments = {}
+    for i, key in enumerate(TABLE[plain].rows):
+        of_key = torch.float32 if name != plain and key == "residual" else dtype
+        layout = layouts[i % len(layouts)]
+        arguments[key] = make(*shape, dtype=of_key, device=device, layout=layout)
     extra = modulators(name, shape, dtype, device, form=form, **choice)
     return {**arguments, **extra}
 
@@ -63,7 +68,7 @@ def modulators(
     name, shape, dtype, device, *, form="B1D", given="all", mixture=None, vectors="contiguous"
 ):
     """All arguments except the rows."""
-    operation, hidden = TABLE[name], shape[-1]
+    operation, hidden = TABLE[name.removesuffix(FLOAT32_RESIDUAL)], shape[-1]
     wide = dtype if mixture is None else torch.float32
     count = len(operation.modulations)
     if form in LAYOUTS:
@@ -89,10 +94,11 @@ def modulators(
 def check_rows(kernel, name, arguments, **options):
     # Values, scales and shifts far from 0 may cancel, which leaves several of their float32 rounding errors.
     options.setdefault("slack", FLOAT32_ARITHMETIC * (2 if "modulate" in name else 1))
+    name = name.removesuffix(FLOAT32_RESIDUAL)
     return check(kernel, name, **arguments, **options)
 
 
-@pairwise(name=ROW_NORMS, hidden=SIZES, dtype=DTYPES, given=CHOICES, mixture=[None, *MIXTURES])
+@pairwise(name=CALLS, hidden=SIZES, dtype=DTYPES, given=CHOICES, mixture=[None, *MIXTURES])
 def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     is_small, is_long = hidden <= SMALL, hidden > LONG
     rows = 3 if is_small or is_long else rows_of(hidden, dtype) // 2
@@ -103,7 +109,7 @@ def test_sizes(kernel, device, name, hidden, dtype, given, mixture):
     if is_small and arguments.get("gate") is not None:
         arguments["gate"].abs_()
     if is_small and "residual" in arguments:
-        arguments["x"] = arguments["residual"].roll(1, 0)
+        arguments["x"] = arguments["residual"].roll(1, 0).to(dtype)
     contract = not (is_long and dtype == torch.float32)  # of few rows the ratio of errors is noise
     # Among millions of elements, one shows the rounding errors of a mean and a bias that cancel.
     roundings = 2 + (hidden >= 800_000)
@@ -173,7 +179,7 @@ def test_index_of_any_leading_dimensions(kernel, device):
 
 
 @pairwise(
-    name=ROW_NORMS,
+    name=CALLS,
     layout=[
         *((layout, layout) for layout in LAYOUTS),
         *((layout, "contiguous") for layout in STRIDED_LAYOUTS),
@@ -207,7 +213,7 @@ DIMENSIONS = [
 
 
 @pairwise(
-    name=ROW_NORMS,
+    name=CALLS,
     shapes=DIMENSIONS,
     layout=["contiguous", "transposed", ("contiguous", "transposed")],
     dtype=DTYPES,
@@ -217,7 +223,7 @@ def test_dimensions(kernel, device, name, shapes, layout, dtype, mixture):
     """Leading dimensions that cannot be merged, in one launch or in several."""
     shape, of_modulation = shapes
     arguments = row_call(name, shape, dtype, device, layout=layout, form="contiguous")
-    for i, key in enumerate(TABLE[name].modulations):
+    for i, key in enumerate(TABLE[name.removesuffix(FLOAT32_RESIDUAL)].modulations):
         wide = torch.float32 if mixture and i % 2 and dtype != torch.float32 else dtype
         arguments[key] = normal(*of_modulation, dtype=wide, device=device)
     check_rows(kernel, name, arguments)
@@ -288,8 +294,24 @@ def test_norm_takes_the_residual_before_it_is_rounded(kernel, device, name, dtyp
     check(kernel, name, residual, x, **given, slack=slack)
 
 
+@pytest.mark.parametrize("name", FLOAT32_RESIDUAL_OPERATIONS)
+@pairwise(hidden=[65, 2048, 10240], dtype=DTYPES[1:], of_gate=[None, torch.float32, "x"])
+def test_rounding_of_a_float32_sum(kernel, device, name, hidden, dtype, of_gate):
+    """Once after the product and once after the sum, at most: float32 keeps what 16 bits would lose."""
+    residual = normal(2, 9, hidden, dtype=torch.float32, device=device, mean=100.0)
+    x = normal(2, 9, hidden, dtype=dtype, device=device, std=1e-3)
+    gate = None
+    if of_gate is not None:
+        gate = normal(hidden, dtype=dtype if of_gate == "x" else of_gate, device=device)
+    h, *n = as_tuple(getattr(kernel, name)(residual, x, gate))
+    assert h.dtype == torch.float32 and all(each.dtype == dtype for each in n)
+    term = x.double() if gate is None else gate.double() * x.double()
+    expected = residual.double() + term
+    assert ((h - expected).abs() <= 2**-24 * 1.001 * (term.abs() + expected.abs())).all()
+
+
 @every_nonfinite
-@pairwise(name=ROW_NORMS, hidden=[65, 256, 10240], dtype=DTYPES, mixture=[None, "all"])
+@pairwise(name=CALLS, hidden=[65, 256, 10240], dtype=DTYPES, mixture=[None, "all"])
 def test_nonfinite_values(kernel, device, name, value, hidden, dtype, mixture):
     """In the first, a middle and the last place of a row, and in each operand."""
     shape = (1, 12, hidden)
@@ -297,6 +319,7 @@ def test_nonfinite_values(kernel, device, name, value, hidden, dtype, mixture):
     arguments = row_call(name, shape, dtype, device, form="BSD", mixture=mixture)
     x = arguments["x"]
     x[0, 1, 0] = x[0, 3, hidden // 2] = x[0, 4, hidden - 1] = value
+    name = name.removesuffix(FLOAT32_RESIDUAL)
     others = [key for key in arguments if key not in ("x", *TABLE[name].vectors)]
     for row, key in enumerate(others, start=5):
         arguments[key][0, row, 5 * row] = value
@@ -315,7 +338,7 @@ OF_BRANCHES = [name + how for name in BRANCH_OPERATIONS for how in (BRANCH, BRAN
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", [*ROW_NORMS, *OF_BRANCHES])
+@pytest.mark.parametrize("name", [*CALLS, *OF_BRANCHES])
 @pytest.mark.parametrize(
     ("shape", "layout", "form", "dtype", "mixture"),
     [

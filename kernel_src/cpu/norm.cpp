@@ -30,6 +30,8 @@ struct Block {
     load(params.dtype, operand.data, offset(operand), count, values);
   }
 
+  DType residual_dtype() const { return params.has_float32_residual ? DType::kFloat32 : params.dtype; }
+
   void write(const RowOperand& operand, const float* values) const {
     store(params.dtype, operand.data, offset(operand), count, values);
   }
@@ -91,9 +93,9 @@ struct Block {
     if (read_sum(params.gate, params.gate_row, gates))
       for (int64_t i = 0; i < count; ++i) values[i] *= params.has_tanh_gate ? tanh_of(gates[i]) : gates[i];
     float residual[kBlock];
-    read(params.residual, residual);
+    load(residual_dtype(), params.residual.data, offset(params.residual), count, residual);
     for (int64_t i = 0; i < count; ++i) values[i] += residual[i];
-    write(params.residual_out, values);
+    store(residual_dtype(), params.residual_out.data, offset(params.residual_out), count, values);
   }
 
   // Computes values * (1 + scale) + shift.

@@ -349,8 +349,11 @@ inline bool has_vector_access(const RowNormParams& args, int element_bytes) {
   bool vector = args.hidden * element_bytes % kVectorBytes == 0;
   vector = vector && (args.row_scale.data ? has_fp8_packs(args.out, args.shape.ndim, element_bytes)
                                           : has_vector_rows(args.out, args.shape.ndim, element_bytes));
-  for (const RowOperand* operand : {&args.x, &args.residual, &args.residual_out, &args.second_out})
+  for (const RowOperand* operand : {&args.x, &args.second_out})
     vector = vector && has_vector_rows(*operand, args.shape.ndim, element_bytes);
+  for (const RowOperand* operand : {&args.residual, &args.residual_out})
+    vector =
+        vector && has_vector_rows(*operand, args.shape.ndim, args.has_float32_residual ? 4 : element_bytes);
   for (const Modulator* modulator : {&args.gate, &args.scale, &args.shift, &args.second_scale,
                                      &args.second_shift, &args.weight, &args.bias})
     vector =
@@ -368,7 +371,7 @@ template <typename T, class Norm>
 using ShortRowThreads = std::conditional_t<Norm::kIsNorm || std::is_same_v<T, __nv_bfloat16>, NormRowThreads,
                                            ElementwiseRowThreads>;
 
-template <typename T, class Input, class Norm, class Output>
+template <typename T, class Input, class Norm, class Output, class Threads = ShortRowThreads<T, Norm>>
 void launch_rows(const char* operation, const RowNormParams& args, Stream stream) {
   const int64_t packs = args.hidden / kPackSize<T, Access::kVector>;
   const RowKernelParams<Input, Output> params(args);
@@ -377,8 +380,7 @@ void launch_rows(const char* operation, const RowNormParams& args, Stream stream
                   RowPosition<threads>::blocks(args.shape.rows), kBlockThreads<threads>, params, stream);
   };
   if (has_vector_access(args, sizeof(T))) {
-    if (dispatch_row_threads<kMaxShortRowThreads<Norm>>(ShortRowThreads<T, Norm>{}, packs, launch_short))
-      return;
+    if (dispatch_row_threads<kMaxShortRowThreads<Norm>>(Threads{}, packs, launch_short)) return;
     const int64_t shared_bytes = long_row_shared_bytes(packs, Input::kOperands);
     if (shared_bytes <= kMaxSharedBytes)
       return launch_kernel_with_shared_memory<long_row_norm_kernel<T, Input, Norm, Output>>(
@@ -406,6 +408,10 @@ void launch_general(const char* operation, const RowNormParams& args, Stream str
 
 // Defined in general_gated_norm.cu: a gated residual without a norm whose gate is float32.
 void launch_general_gate(const char* operation, const RowNormParams& args, Stream stream);
+
+// Defined in float32_residual.cu: a float32 residual with 16-bit rows.
+template <class Norm>
+void launch_float32_residual(const char* operation, const RowNormParams& args, Stream stream);
 
 // Defined in branch_norm.cuh.
 template <class Norm>

@@ -100,9 +100,11 @@ struct SameDtypeGate {
   };
 };
 
-template <class Gate>
+// With kHasFloat32Residual, residual and residual_out are float32 beside 16-bit rows: two slots a pack.
+template <class Gate, bool kHasFloat32Residual = false>
 struct GatedInput {
-  static constexpr int kOperands = 2 + Gate::kSlots;
+  static constexpr int kResidualSlots = kHasFloat32Residual ? 2 : 1;
+  static constexpr int kOperands = kResidualSlots + 1 + Gate::kSlots;
 
   struct Operands {
     RowIndexer::Operand x, residual;
@@ -118,19 +120,22 @@ struct GatedInput {
   template <typename T>
   struct Row {
     using GateRow = typename Gate::template Row<T>;
+    using Residual = std::conditional_t<kHasFloat32Residual, float, T>;
+    static_assert(!kHasFloat32Residual || sizeof(T) == 2);
     const T* x;
-    const T* residual;
+    const Residual* residual;
     GateRow gate;
-    T* residual_out;
+    Residual* residual_out;
     __device__ __forceinline__ Row(const Operands& operands, const RowIndexer::Index& index)
         : x(row_of<const T>(operands.x, index)),
-          residual(row_of<const T>(operands.residual, index)),
+          residual(row_of<const Residual>(operands.residual, index)),
           gate(operands.gate, index),
-          residual_out(row_of<T>(operands.residual_out, index)) {}
+          residual_out(row_of<Residual>(operands.residual_out, index)) {}
 
     template <int kSize>
     struct Pack {
-      h100_diffusers_kernels::Pack<T, kSize> x, residual;
+      h100_diffusers_kernels::Pack<T, kSize> x;
+      h100_diffusers_kernels::Pack<Residual, kSize> residual;
       typename GateRow::template Pack<kSize> gate;
       float h[kSize];
       __device__ __forceinline__ void hide_from_compiler() {}
@@ -146,15 +151,18 @@ struct GatedInput {
       if (gate.is_given()) gate.fetch(column, pack.gate);
     }
     __device__ __forceinline__ void fetch_async(int64_t column, uint4* slots) const {
-      cp_async(slots, residual + column);
-      cp_async(slots + kLongRowThreads, x + column);
-      if (gate.is_given()) gate.fetch_async(column, slots + 2 * kLongRowThreads);
+#pragma unroll
+      for (int i = 0; i < kResidualSlots; ++i)
+        cp_async(slots + i * kLongRowThreads, residual + column + i * kVectorBytes / sizeof(Residual));
+      cp_async(slots + kXSlot, x + column);
+      if (gate.is_given()) gate.fetch_async(column, slots + kGateSlot);
     }
     template <int kSize>
     __device__ __forceinline__ void read(const uint4* slots, Pack<kSize>& pack) const {
-      pack.residual.words[0] = slots[0];
-      pack.x.words[0] = slots[kLongRowThreads];
-      if (gate.is_given()) gate.read(slots + 2 * kLongRowThreads, pack.gate);
+#pragma unroll
+      for (int i = 0; i < kResidualSlots; ++i) pack.residual.words[i] = slots[i * kLongRowThreads];
+      pack.x.words[0] = slots[kXSlot];
+      if (gate.is_given()) gate.read(slots + kGateSlot, pack.gate);
     }
     template <int kSize>
     __device__ __forceinline__ void finish(Pack<kSize>& pack) const {
@@ -175,6 +183,9 @@ struct GatedInput {
     __device__ __forceinline__ void store(int64_t column, const Pack<kSize>& pack) const {
       store_floats(residual_out + column, pack.h);
     }
+
+   private:
+    static constexpr int kXSlot = kResidualSlots * kLongRowThreads, kGateSlot = kXSlot + kLongRowThreads;
   };
 };
 

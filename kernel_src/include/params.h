@@ -64,6 +64,8 @@ struct Modulator : RowOperand {
 // If `index` is given, an int32 for each row, gate, scale and shift are tables (table_rows, hidden):
 // strides[i] is the stride of the table's rows, and a row takes row index[row], clamped to 0 ... table_rows
 // - 1.
+// With has_float32_residual, residual and residual_out are float32 and all other rows 16-bit. Only
+// gated_residual and gated_residual_rms_norm_modulate take it, and the branch is gate * x then.
 // If `row_scale` is given, out is quantized as by quantize_fp8, from the unrounded value. There is no
 // second_out then.
 struct RowNormParams {
@@ -74,6 +76,7 @@ struct RowNormParams {
   RowOperand x;
   RowOperand residual;
   RowOperand residual_out;
+  bool has_float32_residual;
   RowOperand out;
   RowOperand second_out;
   Modulator gate;

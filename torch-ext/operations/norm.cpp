@@ -28,15 +28,32 @@ struct RowNormResults {
   OwnedTensor residual, out, second_out, scales;
 };
 
+// Returns whether the residual is float32 beside a 16-bit x, in a call that accepts it.
+bool has_float32_residual(RowNormLauncher launcher, const Tensor& x, const RowNormArguments& arguments,
+                          RowNormOutputs outputs) {
+  if (launcher != gated_residual && launcher != gated_residual_rms_norm_modulate) return false;
+  if (arguments.residual->scalar_type() != ScalarType::Float) return false;
+  if (x.scalar_type() != ScalarType::Half && x.scalar_type() != ScalarType::BFloat16) return false;
+  for (const OptionalTensor* part :
+       {&arguments.addend, &arguments.gate_row, &arguments.scale_row, &arguments.shift_row, &arguments.index})
+    if (part->has_value()) return false;
+  return outputs != RowNormOutputs::kQuantized && !arguments.x_eps.has_value() && !arguments.has_tanh_gate;
+}
+
 RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, const Tensor& x,
                             const RowNormArguments& arguments,
                             RowNormOutputs outputs = RowNormOutputs::kOne) {
-  const bool has_residual = arguments.residual.has_value();
-  const Tensor& leader = has_residual ? *arguments.residual : x;
-  const ArgumentChecker check(operation, has_residual ? "residual" : "x", leader);
-  if (has_residual) check.same_shape("x", x, check.shape());
-
   RowNormParams params{};
+  const bool has_residual = arguments.residual.has_value();
+  params.has_float32_residual = has_float32_residual(launcher, x, arguments, outputs);
+  const bool x_leads = !has_residual || params.has_float32_residual;
+  const ArgumentChecker check(operation, x_leads ? "x" : "residual", x_leads ? x : *arguments.residual);
+  if (params.has_float32_residual) {
+    check.same_device("residual", *arguments.residual);
+    check.exact_shape("residual", *arguments.residual, check.shape());
+  } else if (has_residual) {
+    check.same_shape("x", x, check.shape());
+  }
   params.hidden = check.hidden();
   params.dtype = check.dtype();
   params.eps = static_cast<float>(arguments.eps);
@@ -78,7 +95,7 @@ RowNormResults run_row_norm(const char* operation, RowNormLauncher launcher, con
   else if (outputs != RowNormOutputs::kNone)
     results.out = check.empty(check.shape());
   if (outputs == RowNormOutputs::kPair) results.second_out = check.empty(check.shape());
-  if (has_residual) results.residual = check.empty(check.shape());
+  if (has_residual) results.residual = check.empty(check.shape(), arguments.residual->dtype());
   // Rows without elements have a scale, too.
   if (is_quantized ? Tensor(results.scales).numel() == 0 : x.numel() == 0) return results;
 

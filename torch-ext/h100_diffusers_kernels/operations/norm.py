@@ -68,7 +68,7 @@ def _norm_pair(x, *tensors_and_eps):
 def _residual(
     residual, x, gate, gate_row=None, addend=None, x_weight=None, x_eps=None, tanh=False, index=None
 ):
-    dtype = x.dtype
+    dtype = residual.dtype
     residual, x, gate, gate_row, addend, x_weight = promoted(
         residual, x, gate, gate_row, addend, x_weight
     )
@@ -83,7 +83,7 @@ def _residual_norm(residual, x, is_layer_norm, gate, scale, shift, weight, bias,
     scale_row, shift_row, *branch = options or (None,) * 8
     h = _residual(residual, x, gate, *branch)
     rows = scale_row, shift_row, branch[-1]
-    return h, _norm(h, is_layer_norm, weight, bias, scale, shift, eps, *rows)
+    return h, _norm(h, is_layer_norm, weight, bias, scale, shift, eps, *rows).to(x.dtype)
 
 
 def _residual_norm_pair(residual, x, gate, *modulation):
@@ -282,10 +282,11 @@ def gated_residual(
     tanh_gate: bool = False,
     index: Optional[Tensor] = None,
 ) -> Tensor:
-    """``residual + gate * x``, or ``residual + x`` without a gate.
+    """``residual + gate * x``, or ``residual + x`` without a gate, in the residual's dtype.
 
     Args:
-        residual, x: ``(..., D)``, T, of the same shape.
+        residual, x: ``(..., D)``, T, of the same shape. The residual may be float32 beside a 16-bit ``x``,
+            without the arguments by keyword and pairs.
         gate: as ``scale`` in ``rms_norm_modulate``, or None.
         addend: of ``x``'s shape, T: ``x + addend`` takes ``x``'s place.
         x_eps: if it is a number, ``rms_norm(x, x_weight, x_eps)`` takes ``x``'s place.
@@ -330,7 +331,7 @@ def gated_residual_rms_norm_modulate(
         index: as in ``rms_norm_modulate``, for the tables of gate, scale and shift.
 
     Returns:
-        ``(h, modulated)``, each ``(..., D)``, T.
+        ``(h, modulated)``, each ``(..., D)``, of the residual's dtype and of ``x``'s.
     """
     branch = addend, x_weight, x_eps, tanh_gate, index
     return _gated(_gated_rms, residual, x, False, gate, scale, shift, weight, None, eps, branch)
@@ -352,8 +353,8 @@ def gated_residual_layer_norm_modulate(
     tanh_gate: bool = False,
     index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``gated_residual_rms_norm_modulate``, with a layer norm and its ``bias``, ``(D,)``, T or float32, or
-    None."""
+    """As ``gated_residual_rms_norm_modulate``, with a residual of ``x``'s dtype, and a layer norm and its
+    ``bias``, ``(D,)``, T or float32, or None."""
     branch = addend, x_weight, x_eps, tanh_gate, index
     return _gated(_gated_ln, residual, x, True, gate, scale, shift, weight, bias, eps, branch)
 
@@ -391,7 +392,7 @@ def _gated_residual_fake(residual, x, *_):
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_norm_modulate"))
 def _gated_residual_norm_modulate_fake(residual, x, *_):
-    return _gated_residual_fake(residual, x), residual.new_empty(residual.shape)
+    return _gated_residual_fake(residual, x), x.new_empty(residual.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("gated_residual_layer_norm_modulate_pair"))
@@ -472,7 +473,8 @@ def gated_residual_rms_norm_modulate_fp8(
     tanh_gate: bool = False,
     index: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``gated_residual_rms_norm_modulate``, with the modulated norm quantized as by ``rms_norm_fp8``.
+    """As ``gated_residual_rms_norm_modulate``, with a residual of ``x``'s dtype, and the modulated norm
+    quantized as by ``rms_norm_fp8``.
 
     Returns:
         ``(h, values, scale)``.

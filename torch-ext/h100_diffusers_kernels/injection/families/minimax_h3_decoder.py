@@ -5,7 +5,8 @@
 
 with an RMS norm of each head's query and key, a rotary embedding of the first elements of each head, and a
 feed-forward with SwiGLU. diffusers loads norms and scales in float32 beside 16-bit linear layers. Then the
-sums are float32, and the norms' results are rounded for the linear layers.
+sums are float32, and the norms' results are rounded for the linear layers. Each sum and its rounded norm are
+one pass.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _block_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Ten
     modules = self._modules
     if not call.takes(hidden_states):
         return NotImplemented
-    dtype = _dtype_of(modules["attn"].to_q)
+    dtype = _rounds_to(self)
     of_sums = reduce(
         torch.promote_types, (dtype, self.scale1.dtype, self.scale2.dtype), hidden_states.dtype
     )
@@ -47,8 +48,9 @@ def _block_forward(self: Any, call: Call, hidden_states, rotary_emb=None) -> Ten
     return streams.end(s)
 
 
-def _dtype_of(layer: Any) -> torch.dtype:
+def _rounds_to(block: Any) -> torch.dtype:
     """As diffusers' ``get_parameter_dtype``."""
+    layer = block._modules["attn"].to_q
     weight = layer._parameters.get("weight")
     if weight is not None and is_stock(layer, LINEAR):
         return weight.dtype
@@ -70,6 +72,7 @@ _SPECS = (
         _block_forward,
         functions=(f"{_AUTOENCODER}:get_parameter_dtype",),
         upcasts=Upcasts.TO_NEXT_LINEAR,
+        rounds_to=_rounds_to,
     ),
     # Its processor rotates inline, in the same way as the transformer's function.
     attention_spec(f"{_AUTOENCODER}:MiniMaxH3VideoAttention", _attention_forward),

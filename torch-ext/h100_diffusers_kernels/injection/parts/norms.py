@@ -288,10 +288,12 @@ def residual_norm(
     upcasts: Upcasts,
     weights: dict[Any, Any] | None,
     branch: dict[str, Any],
+    rounds_to: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     """``h = gated_residual(residual, x, gate, ...)``, and its norm as in ``norm_modulate``.
 
-    ``x`` may be an ``Fp8Product``. ``branch``: see ``gated_residual``.
+    ``x`` may be an ``Fp8Product``. ``branch``: see ``gated_residual``. ``rounds_to``: the dtype to which the
+    caller rounds the norm, if h may have another. The norm may have it already.
     """
     parts: dict[str, Any] = {}
     if residual.shape[0] == 1:
@@ -314,8 +316,16 @@ def residual_norm(
         is_joint = not weights and (kind, len(operands)) in _RESIDUAL_OPERATIONS
         count = len(operands) if is_joint else 2
         if (
-            same_dtype_and_unit_stride(residual, x)
-            and modulators_compatible(residual, *affine, *modulators)
+            (
+                same_dtype_and_unit_stride(residual, x)
+                or (
+                    x.dtype is rounds_to
+                    and kind == RMS
+                    and not (modulation or weights)
+                    and _adds_to_float32(residual, x, gate, parts)
+                )
+            )
+            and modulators_compatible(x, *affine, *modulators)
             if upcasts
             else same_dtype_and_unit_stride(residual, x, *affine, *modulators)
         ):
@@ -402,7 +412,8 @@ def _residual(
     if type(gate) not in _TENSORS:
         (table,), index, operands = _operands(operands)
     if x.shape == residual.shape and (
-        same_dtype_and_unit_stride(residual, x) and modulators_compatible(x, *operands)
+        (same_dtype_and_unit_stride(residual, x) or _adds_to_float32(residual, x, gate, parts))
+        and modulators_compatible(x, *operands)
         if upcasts
         else same_dtype_and_unit_stride(residual, x, *operands)
     ):
@@ -419,6 +430,18 @@ def _residual(
         sum_ = of_sum + x if gate is None else torch.addcmul(of_sum, x, gate)
         return sum_.type_as(residual)
     return residual + (x if gate is None else x * gate)
+
+
+def _adds_to_float32(residual: Tensor, x: Tensor, gate: Modulator, parts: dict[str, Any]) -> bool:
+    """Whether the operations add a 16-bit branch to this float32 residual."""
+    return (
+        residual.dtype is torch.float32
+        and x.dtype is not torch.float32
+        and not parts
+        and type(gate) not in _ROWS
+        and same_dtype_and_unit_stride(residual)
+        and same_dtype_and_unit_stride(x)
+    )
 
 
 def _read_branch(

@@ -90,6 +90,7 @@ class Stream:
         "_conditions",
         "_pending",
         "_read",
+        "_rounds_to",
         "_upcasts",
         "_x",
         "n",
@@ -103,6 +104,7 @@ class Stream:
         self._read, self._conditions = read, conditions
         spec: Any = call.stand_in.spec
         self._upcasts: Upcasts = spec.upcasts
+        self._rounds_to: Callable[[Any], torch.dtype] | None = spec.rounds_to
         self._pending: Any = None  # a branch's result, its gate, and the rest of ``gated_residual``
         self.n: Any = None
         self.rows: Any = ()
@@ -162,7 +164,8 @@ class Stream:
             results: Any = norm_modulate(norm, owner, name, x, modulation, upcasts, weights)
         else:
             out, gate, branch = self._pending
-            options = (modulation, upcasts, weights, branch)
+            rounds_to = None if self._rounds_to is None else self._rounds_to(block)
+            options = (modulation, upcasts, weights, branch, rounds_to)
             self._x, *results = residual_norm(self._call, norm, owner, name, x, out, gate, *options)
             self._pending = None
         return results[0] if len(results) == 1 else results
@@ -498,10 +501,12 @@ class BlockSpec(PatchSpec):
 
     Attributes:
         upcasts: how far the model's own code computes in float32; see ``norms.Upcasts``.
+        rounds_to: the dtype to which a block rounds its norms, if its tokens may have another.
     """
 
     operations: str = ""
     upcasts: Upcasts = Upcasts.NOWHERE
+    rounds_to: Callable[[Any], torch.dtype] | None = None
 
     def _norms(self, block: nn.Module) -> Iterator[tuple[str, Any]]:
         """Each norm of a block: its name, and its parameters or why the kernels cannot replace it."""
