@@ -110,7 +110,7 @@ def _repeated_frames(self: Any, x: Tensor, is_causal: bool) -> Any:
     if not is_stock(conv, _CONV3D) or conv.padding_mode not in BORDERS:
         return NotImplemented
     frames = (taps - 1, 0) if is_causal else ((taps - 1) // 2,) * 2
-    options = {"frame_border": "replicate", "border": conv.padding_mode}
+    options: Any = {"frame_border": "replicate", "border": conv.padding_mode}
     return _convolve(conv, x, frames, conv.padding[1:], **options)
 
 
@@ -123,7 +123,7 @@ def _padded_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
     border = {"replicate": "replicate", "constant": "zeros"}.get(self.pad_mode)
     if border is None or not is_stock(conv, _CONV3D) or any(conv.padding):
         return NotImplemented
-    options = {"frame_border": border, "border": border}
+    options: Any = {"frame_border": border, "border": border}
     return _convolve(conv, hidden_states, (front, 0), (top, left), **options)
 
 
@@ -161,7 +161,7 @@ def _cosmos_forward(self: Any, call: Call, hidden_states: Tensor) -> Any:
     left, _, top, _ = self.spatial_pad
     if border not in BORDERS or any(self.padding):
         return NotImplemented
-    options = {"frame_border": "replicate", "border": border}
+    options: Any = {"frame_border": "replicate", "border": border}
     return _convolve(self, hidden_states, (self.temporal_pad, 0), (top, left), **options)
 
 
