@@ -224,7 +224,7 @@ def test_groups_of_frames(kernel, device, small):
     ("name", "is_as_on_a_gpu"),
     [
         *(("kl", False), ("kl", True), ("qwenimage", False), ("hunyuan15", False)),
-        *(("cogvideox", False), ("mochi", False)),
+        ("cogvideox", False),
     ],
 )
 def test_strides_of_results(kernel, device, name, is_as_on_a_gpu, monkeypatch):

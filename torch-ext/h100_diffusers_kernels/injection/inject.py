@@ -19,7 +19,7 @@ from .core.checks import class_name, find_class
 from .core.forward_state import COMPUTED_ONCE, Family
 from .core.patch import INJECTION, UNKNOWN_FORWARD, Injection, PatchSpec, StandIn
 from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
-from .decoders.blocks import DECODERS
+from .decoders.blocks import DECODERS, ENDS
 from .decoders.convolutions import CONVOLUTIONS, IMAGE_CONVOLUTION
 from .decoders.layers import DECODER_LAYERS
 from .families import FAMILIES
@@ -334,7 +334,8 @@ def _specs_of_family(model: nn.Module, family: Family, to_quantize: set[int]) ->
 def _specs_in_part(model: nn.Module) -> _Specs:
     inner: set[int] = set()  # modules that the stand-in of the module around them replaces, too
     known = TEXT_ENCODERS if _is_text_encoder(model) else _IN_PART
-    if _is_autoencoder(model):
+    # Where an encoder or decoder gives its result PyTorch's memory format.
+    if any(spec.matches(module) for module in model.modules() for spec in ENDS):
         known = (*_IN_PART, IMAGE_CONVOLUTION)
     for name, module in model.named_modules():
         spec = next((spec for spec in known if spec.matches(module)), attention_spec(module))

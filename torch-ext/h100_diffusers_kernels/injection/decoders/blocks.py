@@ -279,7 +279,7 @@ _RESNETS = (
 _end = partial(_spec, activation="conv_act", norms=("norm_out",), ends=True)
 _group_norm_end = partial(_end, norms=("conv_norm_out",))
 _unit_norm_end = partial(_end, activation="nonlinearity")
-_ENDS = (
+_FUSED_ENDS = (
     _group_norm_end(f"{_FILES}vae:Encoder", "sample"),
     _group_norm_end(f"{_FILES}vae:Decoder", "sample latent_embeds"),
     *(_group_norm_end(f"{HUNYUAN}{part}3D", _STATES) for part in _PARTS),
@@ -324,4 +324,5 @@ _OTHER_ENDS = tuple(
         *((f"{COSMOS}{part}3d", f"self {_STATES}") for part in _PARTS),
     )
 )
-DECODERS = (*_RESNETS, *_ENDS, *_OTHER_ENDS, *_UNIT_NORMS, _PER_CHANNEL_NORM)
+ENDS = (*_FUSED_ENDS, *_OTHER_ENDS)
+DECODERS = (*_RESNETS, *ENDS, *_UNIT_NORMS, _PER_CHANNEL_NORM)

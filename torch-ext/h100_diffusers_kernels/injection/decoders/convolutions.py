@@ -195,5 +195,5 @@ CONVOLUTIONS = tuple(
     for beginnings, forward, functions in _CLASSES
     for beginning in beginnings
 )
-# In autoencoders only: elsewhere the layers around it expect PyTorch's format.
+# In models with such encoders or decoders: elsewhere the layers around it expect PyTorch's format.
 IMAGE_CONVOLUTION = ExactSpec("torch.nn:Conv2d", _image_forward, _CONV, _OF_IMAGES, True)
