@@ -53,7 +53,7 @@ def decoders(results: Path) -> str:
                     f"{1e3 * measured['error']:.2f}",
                 ]
             )
-    headers = ["decoder", "time", "spread", "over eager, over compiled", "first call"]
+    headers = ["decoder", "time", "spread", "over eager, over compiled", "first call with set-up"]
     headers += ["second call", "memory", "error × 10³"]
     return markdown(rows, headers) + setup(*found["runs"])
 
