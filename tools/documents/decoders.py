@@ -70,16 +70,14 @@ def conv3d(results: Path) -> str:
         ours = measured.pop("ours")
         rows.append(
             [
-                entry["title"],
-                "×".join(map(str, entry["shape"])),
-                str(entry["out_channels"]),
-                entry["border"],
+                f"{entry['title']}, {entry['border']}",
+                "×".join(map(str, entry["shape"])) + f", {entry['out_channels']}",
                 f"{ours:.0f} µs",
                 f"{entry['operations'] / ours / 1e6:.0f} TFLOPS",
                 *(times(time / ours) for time in measured.values()),
                 f"{entry['errors']['ours'] / entry['errors']['eager']:.2f}×",
             ]
         )
-    headers = ["layer", "C×T×H×W", "N", "border", "time", "rate", "over eager"]
+    headers = ["layer, border", "C×T×H×W, N", "time", "rate", "over eager"]
     headers += ["over channels last", "over the product alone", "error over eager's"]
     return markdown(rows, headers) + setup(found)
