@@ -84,6 +84,7 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
     """Ratios of a model's modes that took turns: over eager and torch.compile, or over injected."""
     others = ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead")
+    others += ("compiled-regional+decoder",)
     for mode, over in entry["speedups"].items():
         for other in others if "eager" in entry["modes"] else ("injected",):
             if other in over:
@@ -125,6 +126,21 @@ def of_memory(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 def of_pipelines(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["pipelines"]:
         yield from of_modes(f"{entry['name']} {entry['size']}", entry, "seconds")
+
+
+def of_decoders(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["decoders"]:
+        yield from of_modes(f"decoder of {entry['title']} {entry['frames']}", entry, "seconds")
+
+
+def of_conv3d(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    """Convolutions over PyTorch's."""
+    for entry in result["conv3d"]:
+        times = dict(entry["microseconds"])
+        ours = times.pop("ours")
+        for mode, other in times.items():
+            spread = combined(ours["spread"], other["spread"])
+            yield (entry["title"], mode), Ratio(other["median"] / ours["median"], spread)
 
 
 def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
@@ -334,6 +350,8 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "workloads": of_workloads,
     "sizes": of_sizes,
     "pipelines": of_pipelines,
+    "decoders": of_decoders,
+    "conv3d": of_conv3d,
     "loops": of_loops,
     "videos": of_videos,
     "in_part": of_in_part,
