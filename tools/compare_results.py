@@ -83,8 +83,8 @@ def of_workloads(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 def of_modes(name: str, entry: Mapping, times: str) -> Iterator[tuple[Label, Ratio]]:
     """Ratios of a model's modes that took turns: over eager and torch.compile, or over injected."""
-    others = ("eager", "compiled", "compiled-regional", "compiled-reduce-overhead")
-    others += ("compiled-regional+decoder",)
+    compiled = ("compiled", "compiled-regional", "compiled-reduce-overhead")
+    others = ("eager", *compiled, "compiled-regional+decoder")
     for mode, over in entry["speedups"].items():
         for other in others if "eager" in entry["modes"] else ("injected",):
             if other in over:
