@@ -31,8 +31,8 @@ constexpr int kPatchSide = 8;  // positions of a product: its square
 constexpr int kGroupPatches = 2;
 constexpr int kPatches = kConvGroups * kGroupPatches;
 constexpr int kStageChannels = 32;
-constexpr int kStageRowBytes = 64;  // of a position's channels
-constexpr int kSwizzledBytes = 16 * 4 * kPatchSide;
+constexpr int kStageRowBytes = 64;                           // of a position's channels
+constexpr int kSwizzledBytes = kPatchSide * kStageRowBytes;  // the period of the swizzle: 8 rows
 constexpr int kInputStages = 3;
 // A box of one patch with its border, rounded up to the period of the swizzle.
 constexpr uint32_t kBoxBytes = 6656;
@@ -584,7 +584,7 @@ int64_t tile_columns(const Conv3dParams& args, int multiprocessors) {
 
 int64_t all_taps(const Conv3dParams& args) { return args.taps[0] * args.taps[1] * args.taps[2]; }
 
-// For any width of tiles.
+// Of the weight in the order of tiles of this width.
 int64_t arranged_bytes(const Conv3dParams& args, int64_t columns) {
   return ceil_divide(args.out_channels, columns) * columns * ceil_divide(args.channels, kStageChannels) *
          all_taps(args) * kStageRowBytes;
