@@ -563,6 +563,10 @@ def test_a_result_replaces_the_cards_older_one(tmp_path):
     history.store("models/sd3", made_up(H100, 7, moved), tmp_path)
     minutes = [r["environment"]["date"][14:16] for r in history.kept("models/sd3", tmp_path)]
     assert minutes == ["05", "07"] and len(history.kept("models/wan", tmp_path)) == 1
+    for minute, options in ((8, ""), (9, " --decoders wan")):
+        command = f"python benchmarks/models/bench_decoders.py{options}"
+        history.store("decoders", made_up(H100, minute, command), tmp_path)
+    assert len(history.kept("decoders", tmp_path)) == 2
 
 
 def test_shown_is_the_newest_of_a_gpu(tmp_path):

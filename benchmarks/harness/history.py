@@ -14,7 +14,10 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Of these a run may measure a part: a new result replaces only one with the same options.
-IN_PARTS = ("models", "cuda_graphs", "host", "pipelines", "few_steps", "parallel", "adapters")
+IN_PARTS = (
+    *("models", "cuda_graphs", "host", "parallel", "adapters"),
+    *("pipelines", "few_steps", "decoders"),
+)
 LINE = 200  # characters: what fits is not broken into several lines
 
 
