@@ -124,6 +124,18 @@ def modes_option(default: Sequence[str], known: Sequence[str] = models.MODES):
     )
 
 
+def names_option(option: str, known: Mapping[str, Any], parameter: str | None = None):
+    """Comma-separated names of a table, by default all. ``parameter`` is main's, if not the option's name."""
+    name = option.removeprefix("--")
+    return click.option(
+        option,
+        parameter or name,
+        type=Named(name, known),
+        default=",".join(known),
+        show_default=True,
+    )
+
+
 def modes_on(device: torch.device, modes: Sequence[str]) -> list[str]:
     """Those that there are on the device; a line says which ones are left out."""
     try:

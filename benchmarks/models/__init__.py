@@ -25,6 +25,7 @@ from builder.package import hub_name
 KERNEL_ID, VERSION = hub_name(CHECKOUT)
 NO_ATTENTION = "injected-no-attention"  # the model's own attention between the kernels
 REGIONAL = "compiled-regional"  # block by block, as diffusers recommends
+REGIONAL_AND_DECODER = f"{REGIONAL}+decoder"
 # Self-attention by FlashAttention-3.
 EAGER_FA3, FA3 = "eager+fa3", f"{REGIONAL}+fa3"
 FA3_MODES = (EAGER_FA3, FA3)
@@ -432,6 +433,16 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory of a call, above that in use before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    function()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def possible_modes(modes: Sequence[str], device: torch.device) -> tuple[list[str], str | None]:

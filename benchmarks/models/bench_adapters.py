@@ -32,7 +32,7 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import clocks, record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, Named, measure_each
+from benchmarks.harness.options import DEVICE, DTYPE, MODELS, TINY, measure_each, names_option
 from benchmarks.models.published import Published
 
 DEPTH = ("num_layers", "num_single_layers")  # arguments that published.py makes small
@@ -119,12 +119,9 @@ class Loop:
         self.samples["step_ms"].append(milliseconds)
 
     def memory(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            before = torch.cuda.memory_allocated(self._device)
-            self._forward()
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self.samples["forward_bytes"].append(peak - before)
+        peak = models.peak_bytes(self._forward, self._device)
+        if peak is not None:
+            self.samples["forward_bytes"].append(peak)
 
     def summary(self) -> dict[str, Any]:
         return {name: timing.summarize(values) for name, values in self.samples.items()}
@@ -252,13 +249,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command(help="Time denoising with LoRA adapters in all states.")
-@click.option(
-    "--models",
-    "chosen",
-    type=Named("models", dict(zip(CASES, CASES, strict=True))),
-    default=",".join(CASES),
-    show_default=True,
-)
+@names_option("--models", {name: name for name in CASES}, "chosen")
 @click.option("--steps", type=click.IntRange(min=1), help="In place of each model's own number.")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @DEVICE

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks import models
 from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, TINY, Named, measure_each
+from benchmarks.harness.options import DEVICE, TINY, measure_each, names_option
 from benchmarks.models import bench_every_model
 
 import autoencoders
@@ -131,21 +131,8 @@ def errors(twins: dict[str, Any], vae: Any, z: Tensor) -> dict[str, float]:
     return {mode: relative_distance(decode(twin, z), exact) for mode, twin in twins.items()}
 
 
-def timed(function: Any, device: torch.device) -> float:
-    timing.synchronize(device)
-    begin = time.perf_counter()
-    function()
-    timing.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def peak_bytes(function: Any, device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    function()
-    return torch.cuda.max_memory_allocated(device) - before
+def seconds(function: Any, device: torch.device) -> float:
+    return timing.wall_milliseconds(function, device) / 1e3
 
 
 def measure(
@@ -158,11 +145,11 @@ def measure(
         twins[mode] = set_up(vae, kernel, mode)
         set_up_s = time.perf_counter() - begin
         call = functools.partial(decode, twins[mode], z)
-        first = set_up_s + timed(call, device)
-        results[mode] = {"set_up_s": set_up_s, "first_s": first, "second_s": timed(call, device)}
-        results[mode]["call_bytes"] = peak_bytes(call, device)
+        first = set_up_s + seconds(call, device)
+        results[mode] = {"set_up_s": set_up_s, "first_s": first, "second_s": seconds(call, device)}
+        results[mode]["call_bytes"] = models.peak_bytes(call, device)
     calls = {mode: functools.partial(decode, twin, z) for mode, twin in twins.items()}
-    samples = timing.interleave(calls, rounds, device, timed)
+    samples = timing.interleave(calls, rounds, device, seconds)
     distances = errors(twins, vae, z)
     for mode, result in results.items():
         result["seconds"] = timing.summarize(samples[mode])
@@ -201,12 +188,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command(help="Time decoders, eager and injected.")
-@click.option(
-    "--decoders",
-    type=Named("decoders", DECODERS),
-    default=",".join(DECODERS),
-    show_default=True,
-)
+@names_option("--decoders", DECODERS)
 @DEVICE
 @TINY
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import models
 from benchmarks.harness import record
-from benchmarks.harness.options import DEVICE, TINY, Named
+from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models import trained_ltx
 from benchmarks.models.flux import FLUX
 from benchmarks.models.ltx import LTX_VIDEO
@@ -138,12 +138,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=Named("models", MODELS),
-    default=",".join(MODELS),
-    show_default=True,
-)
+@names_option("--model", MODELS)
 @click.option(
     "--weights",
     type=click.Choice(list(models.ALL_WEIGHTS)),

@@ -28,7 +28,7 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, TINY, Named
+from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
@@ -226,13 +226,7 @@ def measure(
 @click.command()
 @DEVICE
 @TINY
-@click.option(
-    "--models",
-    "entries",
-    type=Named("models", MODELS),
-    default=",".join(MODELS),
-    show_default=True,
-)
+@names_option("--models", MODELS, "entries")
 @click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True)
 @record.output_option("in_part")
 @torch.no_grad()

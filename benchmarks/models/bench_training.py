@@ -111,16 +111,6 @@ def measure_gradients(
     }
 
 
-def peak_bytes(function, device: torch.device) -> int | None:
-    """The peak memory that a call allocates."""
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    function()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds: int) -> dict:
     config = LTX_VIDEO.tiny_config if tiny else {"num_layers": BLOCKS}
     model = models.build(LTXVideoTransformer3DModel, config, device, DTYPE, 0)
@@ -135,7 +125,7 @@ def measure_blocks(kernel: ModuleType, device: torch.device, tiny: bool, rounds:
         step = functools.partial(gradients, instance, arguments)
         entries[mode] = {"gradient_error": relative_error(step(), exact)}
         instance.zero_grad(set_to_none=True)
-        entries[mode]["peak_bytes"] = peak_bytes(step, device)
+        entries[mode]["peak_bytes"] = models.peak_bytes(step, device)
         functions[mode, "forward"] = functools.partial(loss_of, instance, arguments)
         functions[mode, "forward and backward"] = step
     timing.interleave(functions, WARM_UP_ROUNDS, device)

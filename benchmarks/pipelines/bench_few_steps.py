@@ -41,7 +41,7 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named, modes_option
+from benchmarks.harness.options import DEVICE, DTYPE, TINY, modes_option, names_option
 from benchmarks.pipelines import bench_pipelines, text_encoders
 from benchmarks.pipelines.bench_pipelines import Parts, Pipeline, TimedMethod, mark, published
 from benchmarks.pipelines.text_encoders import TextEncoder
@@ -49,7 +49,7 @@ from benchmarks.pipelines.text_encoders import TextEncoder
 from pipelines import Model
 
 # The denoiser's blocks and the decoder, as diffusers recommends.
-COMPILED = f"{models.REGIONAL}+decoder"
+COMPILED = models.REGIONAL_AND_DECODER
 MODES = (
     *("eager", COMPILED, "injected", models.GRAPHS),
     *(*models.PRECISION_MODES, *models.GRAPHS_PRECISION),
@@ -390,12 +390,7 @@ def show(entry: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option(
-    "--pipelines",
-    type=Named("pipelines", PIPELINES),
-    default=",".join(PIPELINES),
-    show_default=True,
-)
+@names_option("--pipelines", PIPELINES)
 @modes_option(DEFAULT_MODES, MODES)
 @DEVICE
 @DTYPE

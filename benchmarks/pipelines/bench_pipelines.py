@@ -49,10 +49,10 @@ from benchmarks.harness.options import (
     DEVICE,
     DTYPE,
     TINY,
-    Named,
     measure_each,
     modes_on,
     modes_option,
+    names_option,
 )
 
 from accuracy import psnr
@@ -495,12 +495,7 @@ def measure_pipelines(
 
 
 @click.command()
-@click.option(
-    "--pipelines",
-    type=Named("pipelines", PIPELINES),
-    default=",".join(PIPELINES),
-    show_default=True,
-)
+@names_option("--pipelines", PIPELINES)
 @modes_option(DEFAULT_MODES)
 @DEVICE
 @DTYPE

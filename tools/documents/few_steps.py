@@ -24,7 +24,7 @@ from .common import (
 )
 from .pipelines import FP8, gibibytes, range_of, seconds
 
-COMPILED = f"{models.REGIONAL}+decoder"
+COMPILED = models.REGIONAL_AND_DECODER
 OURS = ("injected", models.GRAPHS)
 PARTS = {"text": "text_s", "denoise": "denoise_s", "decode": "decoder_s", "rest": "rest_s"}
 

@@ -15,10 +15,10 @@ from .calls import PLAIN_TYPES, dtype_name, is_differentiated, is_plain_tensor
 # A build has kernels for one device type, which its operator namespace names.
 KERNEL_DEVICE_TYPE = "cuda" if "_cuda_" in add_op_namespace_prefix("") else "cpu"
 ATTENTION_HEAD_DIMS = range(8, 129, 8)
-ATTENTION_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES_16_BIT = (torch.bfloat16, torch.float16)
 
 _IS_CUDA = KERNEL_DEVICE_TYPE == "cuda"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (*DTYPES_16_BIT, torch.float32)
 
 
 def kernels_run_on(x: Tensor) -> bool:
@@ -128,7 +128,7 @@ def attention_takes(query: Tensor, key: Tensor, value: Tensor, heads: int | None
     """
     of_query, of_key = query.shape, key.shape
     return (
-        query.dtype in ATTENTION_DTYPES
+        query.dtype in DTYPES_16_BIT
         and (of_query[3] if heads is None else of_query[2] / heads) in ATTENTION_HEAD_DIMS
         and same_dtype_and_unit_stride(query, key, value)
         and of_query[0] == of_key[0]

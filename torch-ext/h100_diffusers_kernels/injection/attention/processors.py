@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ...operations.conditions import (
-    ATTENTION_DTYPES,
     ATTENTION_HEAD_DIMS,
+    DTYPES_16_BIT,
     attention_takes,
     dtype_name,
     is_differentiated,
@@ -145,7 +145,7 @@ def _attention(
     batch, _, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     key_bias = reason = None
-    if query.dtype not in ATTENTION_DTYPES:
+    if query.dtype not in DTYPES_16_BIT:
         reason = f"no kernel for {dtype_name(query.dtype)}"
     elif head_dim not in ATTENTION_HEAD_DIMS:
         reason = why_not_head_dim(head_dim)
@@ -460,7 +460,7 @@ def _run_standard(module: Any, call: Call, x: Tensor, c: Tensor | None) -> Tenso
         width = query.shape[2]
         is_taken = (
             width / heads in ATTENTION_HEAD_DIMS
-            and dtype in ATTENTION_DTYPES
+            and dtype in DTYPES_16_BIT
             and width == key.shape[2] == value.shape[2]
         )
     if is_taken:

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from ... import operations
-from ...operations.conditions import is_differentiated, is_plain_tensor, kernels_run_on
+from ...operations.conditions import (
+    DTYPES_16_BIT,
+    is_differentiated,
+    is_plain_tensor,
+    kernels_run_on,
+)
 from ...operations.conv3d import BORDERS
 from ..core.checks import KnownClass, is_stock
 from ..core.patch import Call, ExactSpec
@@ -21,7 +26,6 @@ from .blocks import COGVIDEOX, COSMOS, HUNYUAN, HUNYUAN15, LTX, LTX2, QWEN, QWEN
 
 _CONV3D = KnownClass("torch.nn:Conv3d", "torch.nn.functional:conv3d")
 _SAFE_CONV3D = KnownClass(f"{COGVIDEOX}SafeConv3d", "torch.nn:Conv3d.forward")
-_SHORT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _convolve(
@@ -40,7 +44,7 @@ def _convolve(
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     given, taps = (x, weight, bias, previous), (1, *layer.kernel_size)[-3:]
     if (
-        x.dtype not in _SHORT_DTYPES
+        x.dtype not in DTYPES_16_BIT
         or x.dim() != 5
         or not kernels_run_on(x)
         or x.shape[1] % 8
@@ -134,7 +138,7 @@ def _cogvideox_forward(
     conv, front, x = self._modules["conv"], self.time_pad, inputs
     if not is_stock(conv, _SAFE_CONV3D) or conv.padding_mode != "zeros":
         return NotImplemented
-    if {*conv.kernel_size} == {1} and x.dtype in _SHORT_DTYPES and kernels_run_on(x):
+    if {*conv.kernel_size} == {1} and x.dtype in DTYPES_16_BIT and kernels_run_on(x):
         # It makes scales and shifts of a norm, whose other operand has channels last.
         call.is_counted = False
         x = x.contiguous(memory_format=torch.channels_last_3d)

@@ -1,4 +1,4 @@
-"""Autoencoders of videos: upsampling and causal attention with fewer passes over memory."""
+"""Autoencoders: upsampling and causal attention with fewer passes over memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...operations.conditions import kernels_run_on, tracks_derivatives
+from ...operations.conditions import DTYPES_16_BIT, kernels_run_on, tracks_derivatives
 from ..core.patch import Call, ExactSpec, Proxy
 from .blocks import HUNYUAN, HUNYUAN15, LTX, LTX2, QWEN, QWEN21, WAN
-
-_SHORT_DTYPES = (torch.bfloat16, torch.float16)
-
 
 # --------------------------------------------------------------------------------------------------
 # Upsampling
@@ -48,7 +45,7 @@ def _repeated(x: Tensor, factors: tuple[int, ...]) -> Tensor:
 
 
 def _keeps_channels_last(x: Tensor) -> bool:
-    return x.dtype in _SHORT_DTYPES and kernels_run_on(x) and not tracks_derivatives()
+    return x.dtype in DTYPES_16_BIT and kernels_run_on(x) and not tracks_derivatives()
 
 
 def _rows(x: Tensor, factor: int = 1) -> Tensor:

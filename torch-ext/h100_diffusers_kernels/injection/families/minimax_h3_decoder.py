@@ -79,6 +79,6 @@ _SPECS = (
     linears.GATED_ACTIVATIONS[1],
 )
 _ONCE = ("rope", "proj_in", "norm_out", "proj_out")
-# What FP8 loses in a decoder nobody has published, so "fp8" leaves it.
+# No error of an FP8 decoder is published, so "fp8" leaves it.
 _LAYERS = ONE_LIST._replace(blocks=(), fast_blocks=ONE_LIST.blocks, leaves_float32=True)
 FAMILIES = (Family("MiniMax-H3's decoder", _SPECS, _ONCE, _LAYERS),)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ... import operations
 from ...operations.conditions import (
+    DTYPES_16_BIT,
     PLAIN_TYPES,
     is_differentiated,
     is_plain_tensor,
@@ -66,7 +67,7 @@ SWIGLU_FEED_FORWARDS = KnownClasses()
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
 TEXT_QUERY_KEY_VALUE = ("add_q_proj", "add_k_proj", "add_v_proj")
 # In float32 the epilogue's tanh approximation would be visible.
-_EPILOGUE_DTYPES = (torch.bfloat16, torch.float16)
+_EPILOGUE_DTYPES = DTYPES_16_BIT
 # With fewer rows, one product of all samples is faster than one product per sample, written in place.
 _MIN_ROWS_PER_SAMPLE = 1024
 

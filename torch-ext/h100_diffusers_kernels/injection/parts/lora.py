@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ... import operations
-from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES
+from ...operations.conditions import DTYPES_16_BIT, KERNEL_DEVICE_TYPE, PLAIN_TYPES
 from ..core.adapters import low_rank_operands, with_lora_bias
 
 # With fewer rows PyTorch's products are faster. On CPUs they always are.
 MIN_ROWS = {"cuda": 64, "cpu": 1 << 40}
-_DTYPES = (torch.bfloat16, torch.float16)
-_ALL_DTYPES = (*_DTYPES, torch.float32)
+_ALL_DTYPES = (*DTYPES_16_BIT, torch.float32)
 
 # A layer's product that is yet to be computed: weight, bias, low and up of its adapters, or None, and whether
 # ``linears_lora`` computes it.
@@ -72,7 +71,7 @@ def lora_products(x: Any, found: Sequence[tuple[Any, tuple]] | None) -> list[Pro
                 return None
             # Files mapped into memory have any alignment.
             are_aligned = are_aligned and not tensor.data_ptr() % 16 and tensor.is_contiguous()
-    is_operand = are_aligned and dtype in _DTYPES and x.shape[-1] % 8 == 0
+    is_operand = are_aligned and dtype in DTYPES_16_BIT and x.shape[-1] % 8 == 0
     may_launch = is_operand and x.numel() >= MIN_ROWS[KERNEL_DEVICE_TYPE] * x.shape[-1]
     pairs: Any = ()
     if groups:

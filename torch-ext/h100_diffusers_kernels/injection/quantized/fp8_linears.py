@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ... import operations
 from ...operations.conditions import (
+    DTYPES_16_BIT,
     PLAIN_TYPES,
     dtype_name,
     is_differentiated,
@@ -47,7 +48,6 @@ _BFL_LINEAR = KnownClass(_BFL, "torch.nn.functional:linear")
 _TORCHAO, _TENSOR = "torchao.quantization", "Float8Tensor"
 FP8_TENSOR = f"{_TORCHAO}:{_TENSOR}"
 _FP8 = torch.float8_e4m3fn
-_DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 16  # of the number of input features, and of addresses
 
 
@@ -155,7 +155,7 @@ def fp8_takes(x: Any) -> bool:
     """Whether FP8 layers may have the input x, a tensor or quantized."""
     return type(x) is QuantizedRows or (
         isinstance(x, Tensor)
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES_16_BIT
         and kernels_take(x)
         and not is_differentiated(x)
     )
@@ -300,7 +300,7 @@ def _forward(self: Any, call: Call, input: Tensor) -> Any:
         return NotImplemented
     if not call.takes(input):
         return NotImplemented
-    if input.dtype not in _DTYPES:
+    if input.dtype not in DTYPES_16_BIT:
         return call.decline(f"linear_fp8 has no result in {dtype_name(input.dtype)}")
     return call.decline("its weight and bias do not fit its input")
 

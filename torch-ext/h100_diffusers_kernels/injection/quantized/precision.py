@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...operations.conditions import PLAIN_TYPES, an, dtype_name
+from ...operations.conditions import DTYPES_16_BIT, PLAIN_TYPES, an, dtype_name
 from ..core.checks import class_name
 from ..core.report import InjectionReport, join
 from .fp8_linears import fp8_weight
@@ -24,7 +24,6 @@ PRECISIONS = (FP8, FP8_FAST)
 # A product with fewer features is limited by memory, so FP8 gains nothing.
 MIN_FEATURES = 512
 _MULTIPLE = 16  # of features, for the kernels and for torchao's own product
-_DTYPES = (torch.bfloat16, torch.float16)
 _NOT = "not quantized: "
 _ALREADY = "it is quantized already"
 _NOT_IN_TABLE = "it is no attention's or feed-forward's layer in a block"
@@ -105,7 +104,7 @@ def choose_layers(
         if table.leaves_float32 and values is not None and values.dtype == torch.float32:
             report.leave(name, layer, f"{_NOT}its weight is float32")
             continue
-        if values is None or values.dtype not in _DTYPES:
+        if values is None or values.dtype not in DTYPES_16_BIT:
             got = "no values" if values is None else dtype_name(values.dtype)
             raise ValueError(
                 f"inject_kernels: precision={precision!r} needs weights in bfloat16 or float16, "
