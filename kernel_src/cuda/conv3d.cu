@@ -130,6 +130,13 @@ struct ConvTile {
   __device__ __forceinline__ int boxes(const ConvKernelParams& params) const {
     return min(kPatches / (params.side * params.side), params.boxes - box);
   }
+  // Of the input: one for each frame that the tile reads and 32 channels.
+  __device__ __forceinline__ int stages(const ConvKernelParams& params) const {
+    int count = 0;
+    for (int tap = 0; tap < params.args.taps[0]; ++tap)
+      if (params.args.source_frame(frame, tap) >= 0) count += params.chunks;
+    return count;
+  }
 };
 
 // First element of a box in (batch, frame, row, column, channel).
@@ -246,9 +253,7 @@ struct ConvLoader {
     for (int index = blockIdx.x; index < params.tiles; index += gridDim.x) {
       const ConvTile tile(params, index);
       const bool has_border = this->has_border(tile);
-      int stages = 0;
-      for (int tap = 0; tap < params.args.taps[0]; ++tap)
-        if (params.args.source_frame(tile.frame, tap) >= 0) stages += params.chunks;
+      const int stages = tile.stages(params);
       for (int stage = 0; stage < stages; ++stage) {
         if (has_border) {
           memory.copied(input.stage).wait(parities >> input.stage & 1);
@@ -331,11 +336,8 @@ class Convolution {
 
  private:
   __device__ __forceinline__ void multiply(const ConvTile& tile, float (&sums)[kGroupPatches][kValues]) {
-    const Conv3dParams& args = params_.args;
-    const int rows = static_cast<int>(args.taps[1]);
-    int steps = 0;
-    for (int tap = 0; tap < args.taps[0]; ++tap)
-      if (args.source_frame(tile.frame, tap) >= 0) steps += params_.chunks * rows;
+    const int rows = static_cast<int>(params_.args.taps[1]);
+    const int steps = tile.stages(params_) * rows;
     int row = 0;
     step(row, false, sums);
     for (int i = 1; i < steps; ++i) {
