@@ -1,5 +1,6 @@
 """A tiny run of each benchmark, and its stored result."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -36,6 +37,7 @@ from benchmarks.operations import (
 from benchmarks.pipelines import bench_few_steps, bench_pipelines, bench_quality, text_encoders
 
 from benchmark_results import FAMILIES, load
+from checks import relative_distance
 from conftest import CHECKOUT
 from inputs import TABLE
 
@@ -290,6 +292,18 @@ def test_a_prompt_is_as_many_tokens_as_words_and_marks():
     assert tokenizer("A word never seen").input_ids[0] == tokenizer.bos_token_id
     chat = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False)
     assert chat.count(prompt) == chat.count(text_encoders.ROLE) == 1
+
+
+def test_rounding_of_text_encoders():
+    """A T5 of 24 random layers, in bfloat16 beside float32."""
+    t5 = text_encoders.T5_XXL
+    small = {**t5.small, "num_layers": t5.text["num_layers"]}
+    encoder = dataclasses.replace(t5, small=small).make(CPU, torch.bfloat16, tiny=True)
+    tokens = torch.randint(text_encoders.VOCABULARY, (1, 64))
+    with torch.no_grad():
+        rounded = encoder(tokens).last_hidden_state
+        exact = encoder.float()(tokens).last_hidden_state
+    assert relative_distance(rounded, exact) < 0.05
 
 
 class FakeVae:
