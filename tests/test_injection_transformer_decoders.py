@@ -222,6 +222,40 @@ def test_a_patched_function(kernel, device, monkeypatch):
     assert f"{name} was replaced" in str(fallen_back(report))
 
 
+def no_tiles(vae):
+    vae.use_tiling = False
+
+
+def other_blend(vae):
+    vae._stitch_tiles = lambda tiles, *overlaps: torch.cat(sum(tiles, []), dim=-1)
+
+
+def watch(vae):
+    vae.decoder.register_forward_hook(lambda module, args, out: out + len(args[0]))
+
+
+def own_clip(vae):
+    vae._decode_clip = lambda z: type(vae)._decode_clip(vae, 2 * z)
+
+
+# The decoder's calls for two clips of three tiles.
+@pytest.mark.parametrize(
+    ("change", "calls"), [(None, 4), (no_tiles, 2), (other_blend, 4), (watch, 6), (own_clip, 6)]
+)
+@pytest.mark.parametrize("is_first", [True, False], ids=["injected first", "changed first"])
+def test_pairs_of_tiles(kernel, device, change, calls, is_first):
+    vae, z = model_of(device), {"z": torch.randn(2, 4, 12, 4, 2, device=device)}
+    vae.enable_tiling(32, 32, 16, 16)
+    model, plain, _ = injected(kernel, vae, change, is_injected_first=is_first)
+    out, expected = decode(model, z), decode(plain, z)
+    assert relative_distance(out, expected) <= SLACK[BFLOAT16]
+    assert ltx_models.kernel_calls(decode, model, z)["attention"] == 2 * calls
+    for each in (copy.deepcopy(model), model) if change is None else (model,):
+        kernel.eject_kernels(each)
+        assert torch.equal(decode(each, z), expected)
+        assert ("_decode_clip" in vars(each)) == (change is own_clip)
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_gradients(kernel, device, dtype):
     model, plain, report = injected(kernel, model_of(device, dtype).decoder)
@@ -317,7 +351,7 @@ def test_graphs(graphs, device):  # noqa: F811
             assert torch.equal(vae.decode(z).sample, plain.decode(z).sample)
     (calls,) = [calls for calls in report.cuda_graphs if calls.name == "vae.decoder"]
     assert (calls.captured, sum(calls.uncaptured.values())) == (1, 1)
-    assert calls.replayed == 2 * 2 * 6 - 2  # two clips of six tiles
+    assert calls.replayed == 2 * 2 * 3 - 2  # two clips of six tiles, in pairs
     graphs.eject_kernels(vae)
 
 

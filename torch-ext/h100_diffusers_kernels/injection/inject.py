@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from .attention.processors import ProcessorSpec, attention_spec
 from .core import checks, patch
 from .core.checks import class_name, find_class
 from .core.forward_state import COMPUTED_ONCE, Family
-from .core.patch import INJECTION, UNKNOWN_FORWARD, Injection, PatchSpec, StandIn
+from .core.patch import INJECTION, UNKNOWN_FORWARD, Injection, MethodSpec, PatchSpec, StandIn
 from .core.report import IN_FULL, IN_PART, NOT_AT_ALL, ONLY_GRAPHS, InjectionReport, Replaced, join
 from .decoders.blocks import DECODERS, ENDS
 from .decoders.convolutions import CONVOLUTIONS, IMAGE_CONVOLUTION
@@ -56,6 +57,7 @@ class _Plan:
     model: nn.Module
     injection: Injection
     stand_ins: list[StandIn] = field(default_factory=list)
+    methods: list[tuple[nn.Module, MethodSpec]] = field(default_factory=list)
     quantized: dict[str, Any] = field(default_factory=dict)  # the layers by name
     is_in_place: bool = False
 
@@ -167,7 +169,10 @@ def inject_kernels(
             report.levels[name] = NOT_AT_ALL
         for model_name, model, family in models:
             has_graphs = is_alone or family is not None or not _is_autoencoder(model)
-            plans.append(_plan(model_name, model, family, options, pool if has_graphs else None))
+            plan = _plan(model_name, model, family, options, pool if has_graphs else None)
+            if family is not None:
+                plan.methods = [*itertools.product(component.modules(), family.methods)]
+            plans.append(plan)
     if all(plan.found_nothing for plan in plans):
         raise ValueError(
             "inject_kernels: pipe_or_model must be or hold a model with norms, activations or attentions "
@@ -194,6 +199,9 @@ def inject_kernels(
             if not plan.is_in_place:
                 _undo(plan.model, plan.injection)
         raise
+    for plan in plans:
+        for module, method in plan.methods:
+            method.put_in(module)
     if not keep_originals:
         for layer in (layer for plan in plans for layer in plan.quantized.values()):
             fp8_weights.original_of(layer).parameter = None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...operations.conditions import tracks_derivatives
-from .patch import Call, PatchSpec, bare_stand_in
+from .patch import Call, MethodSpec, PatchSpec, bare_stand_in
 
 
 class ForwardState:
@@ -135,6 +135,7 @@ class Family(NamedTuple):
         layers: the linear layers that ``precision=`` quantizes, a ``precision.Layers``.
         outside: specs of modules outside of the blocks, by name.
         int8_tiers: the values of ``precision=`` with which attention runs in 8 bits, too.
+        methods: of modules around the models, which call them.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Family(NamedTuple):
     layers: Any
     outside: Mapping[str, PatchSpec] = MappingProxyType({})
     int8_tiers: tuple[str, ...] = ("fp8-fast",)
+    methods: tuple[MethodSpec, ...] = ()
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -445,7 +446,7 @@ class Proxy:
 
 
 # --------------------------------------------------------------------------------------------------
-# The place of a module's innermost forward
+# The place of a module's innermost forward, and methods of the module around it
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
@@ -469,6 +470,27 @@ def class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
     return None
 
 
+_methods: dict[Callable, str] = {}  # the names of those that were put in
+
+
+@dataclass(frozen=True, eq=False)
+class MethodSpec:
+    """A method, ``module:class.name``, of the module around a model.
+
+    ``function`` replaces it on instances. It asks at each call whether the class's own has to run.
+    """
+
+    path: str
+    function: Callable
+
+    def put_in(self, module: nn.Module) -> None:
+        path, _, name = self.path.rpartition(".")
+        cls = find_class(path)
+        if cls is not None and isinstance(module, cls) and name not in vars(module):
+            setattr(module, name, MethodType(self.function, module))
+            _methods[self.function] = name
+
+
 def put_in(stand_in: StandIn) -> None:
     module: Any = stand_in.module()
     slot = class_forward_slot(module)
@@ -487,7 +509,11 @@ def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
 
 
 def take_out(modules: Iterable[nn.Module]) -> None:
-    """Replaces each module's stand-in by its class's forward, wherever it is stored."""
+    """Replaces each module's stand-in by its class's forward, wherever it is stored, and its methods."""
+    modules = [*modules]
+    for around, (function, name) in itertools.product(modules, _methods.items()):
+        if getattr(vars(around).get(name), "__func__", None) is function:
+            delattr(around, name)
     for holder, name, stand_in in placed(modules):
         module: Any = stand_in.module()
         if holder is module and name == "forward" and not stand_in.had_attribute:
