@@ -12,6 +12,7 @@ import kernels.cli.benchmark as kernels_benchmark
 import pytest
 import torch
 from click.testing import CliRunner
+from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks import models
 from benchmarks.harness import comparison, history, kernel_times, record, timing
@@ -325,7 +326,14 @@ def test_a_decoder_that_does_not_compile_decodes_all_the_same():
     def slow(x):
         time.sleep(5)
 
-    for compiled, reason in ((broken, "RuntimeError: no kernel"), (slow, "TimeoutError: it takes")):
+    def refused(x):
+        raise BackendCompilerFailed(broken, ValueError("no schedule"), None)
+
+    for compiled, reason in (
+        (broken, "RuntimeError: no kernel"),
+        (slow, "TimeoutError: it takes"),
+        (refused, "ValueError: no schedule"),
+    ):
         vae, x = FakeVae(compiled), torch.ones(1, 2)
         decoder = bench_few_steps.CompiledDecoder(vae, limit_s=0.05)
         for _ in range(2):

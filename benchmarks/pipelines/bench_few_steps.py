@@ -88,6 +88,7 @@ class CompiledDecoder:
             with time_limit(self._limit_s):
                 return self._decode(*args, **kwargs)
         except Exception as error:
+            error = getattr(error, "inner_exception", error)  # of a compiler's error
             self.why_not = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             self._vae.decoder._compiled_call_impl = None
         return self._decode(*args, **kwargs)

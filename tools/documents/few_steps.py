@@ -30,9 +30,12 @@ PARTS = {"text": "text_s", "denoise": "denoise_s", "decode": "decoder_s", "rest"
 
 
 def gathered(results: Path) -> dict:
-    """The newest entry of each pipeline, and their runs."""
+    """The newest entry of each pipeline, pictures before videos, and their runs."""
     found = history.gathered("few_steps", "pipelines", lambda entry: entry["name"], results)
-    return found or {"pipelines": [], "runs": []}
+    if found is None:
+        return {"pipelines": [], "runs": []}
+    found["pipelines"].sort(key=lambda entry: (entry["size"].count("x"), entry["title"]))
+    return found
 
 
 def label(entry: dict) -> str:
