@@ -183,9 +183,7 @@ def main(compile_only: bool, names: tuple[str, ...], output: Path | None) -> Non
     check_ratios(measures)
     environment = {**record.environment(device), "commit": Revision.read(CHECKOUT).suffix}
     output = record.destination(output, "ceilings")
-    if output is not None:
-        record.write(output, {"environment": environment, "clocks": watched, "measures": measures})
-        click.echo(f"Wrote {output}")
+    record.finish(output, {"environment": environment, "clocks": watched, "measures": measures})
 
 
 if __name__ == "__main__":

@@ -458,9 +458,7 @@ def command(family: Family, help_: str) -> click.Command:
         show(entries)
         clocks.show(result["clocks"])
         output = record.destination(output, f"operations/{family.name}")
-        if output is not None:
-            record.write(output, result)
-            click.echo(f"Wrote {output}")
+        record.finish(output, result)
 
     return main
 

@@ -119,9 +119,23 @@ def destination(
     return name
 
 
-def write(where: Destination, result: dict[str, object]) -> None:
+def write(where: Destination | None, result: dict[str, object]) -> None:
+    """Nowhere if the destination is None."""
+    if where is None:
+        return
     if isinstance(where, str):
         history.store(where, result)
         return
     where.parent.mkdir(parents=True, exist_ok=True)
     where.write_text(history.compact(result) + "\n", encoding="utf-8")
+
+
+def say_where(where: Destination | None) -> None:
+    if where is not None:
+        click.echo(f"Wrote {where}")
+
+
+def finish(where: Destination | None, result: dict[str, object]) -> None:
+    """Writes the result, and says where."""
+    write(where, result)
+    say_where(where)

@@ -304,9 +304,7 @@ def main(sizes, device, dtype, tiny, output) -> None:
         "models": distances,
     }
     output = record.destination(output, "accuracy")
-    if output is not None:
-        record.write(output, results)
-        click.echo(f"\nWrote {output}")
+    record.finish(output, results)
 
 
 if __name__ == "__main__":

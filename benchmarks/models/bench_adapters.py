@@ -271,15 +271,12 @@ def main(chosen, steps, rounds, device, dtype, tiny, output) -> None:
         for entry in measure(MODELS[key], kernel, variants, *given):
             result["models"] = [*others, entry]
             show(entry)
-            if output is not None:
-                record.write(output, result)
+            record.write(output, result)
 
     with clocks.watch(device) as result["clocks"]:
         measure_each({key: partial(run, key) for key in chosen}, device)
     clocks.show(result["clocks"])
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

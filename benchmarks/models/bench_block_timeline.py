@@ -114,9 +114,7 @@ def main(device, output) -> None:
                 forward()
             block = result["modes"][mode] = middle_block(kernel_times.trace(forward, 1))
             click.echo(f"{mode}: {len(block)} kernels in {block[-1]['end_us']:.0f} µs")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -382,16 +382,14 @@ def main(model, sizes, modes, weights, device, dtype, tiny, rounds, profiled_cal
             for entry in measure_model(published, sizes, modes, settings):
                 result["graph_forwards"].append(entry)
                 show(entry)
-                if output is not None:
-                    record.write(output, result)
+                record.write(output, result)
         except Exception:
             if len(model) == 1:
                 raise
             failed.append(published.key)  # the other models are still measured
             click.echo(traceback.format_exc(), err=True)
         models.free(device)
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    record.say_where(output)
     if failed:
         raise click.ClickException(f"not measured: {', '.join(failed)}")
 

@@ -192,9 +192,7 @@ def main(calls, limit, device, dtype, output) -> None:
     }
     show(result)
     output = record.destination(output, "cuda_graphs/memory")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
     check(result, limit)
 
 

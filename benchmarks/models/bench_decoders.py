@@ -206,13 +206,11 @@ def main(decoders, device, tiny, rounds, output) -> None:
     def measure_one(decoder: Decoder) -> None:
         entry = measure(decoder, kernel, rounds, device, tiny)
         result["decoders"].append(entry)
-        if output is not None:
-            record.write(output, result)
+        record.write(output, result)
         show(entry)
 
     measure_each({d.title: functools.partial(measure_one, d) for d in decoders}, device)
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    record.say_where(output)
 
 
 if __name__ == "__main__":

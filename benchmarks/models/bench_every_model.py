@@ -351,13 +351,11 @@ def main(device, tiny, only, rounds, output) -> None:
             click.echo(f"{entry.name}:\n{traceback.format_exc()}", err=True)
         if entry.group != "small":
             models.free(device)
-        if output is not None:
-            record.write(output, result)
+        record.write(output, result)
     show(result["every_model"])
     for name, reason in result["not_measured"].items():
         click.echo(f"not measured: {name}: {reason}")
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    record.say_where(output)
 
 
 if __name__ == "__main__":

@@ -163,10 +163,8 @@ def main(model, weights, device, tiny, output) -> None:
         result["fp8_layers"].append(entry)
         models.free(device)
         show(entry)
-        if output is not None:
-            record.write(output, result)
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+        record.write(output, result)
+    record.say_where(output)
 
 
 if __name__ == "__main__":

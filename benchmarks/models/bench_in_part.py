@@ -243,12 +243,10 @@ def main(device, tiny, entries, rounds, output) -> None:
     for entry in entries:
         result["in_part"].append(measure(entry, kernel, device, tiny, rounds))
         models.free(device)
-        if output is not None:
-            record.write(output, result)
+        record.write(output, result)
     table = [[m["model"], m["speedup"], *m["speedups"]] for m in result["in_part"]]
     click.echo(tabulate(table, ["model", "median", *["run"] * RUNS], floatfmt=".3f"))
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    record.say_where(output)
 
 
 if __name__ == "__main__":

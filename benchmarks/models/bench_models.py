@@ -315,16 +315,14 @@ def measure_model(
         torch.compiler.reset()
         measured = measure_size(model, kernel, size, settings)
         result["sizes"][str(size)] = {**measured, **peaks.get(size, {})}
-        if path is not None:
-            record.write(path, result)
+        record.write(path, result)
         if device.type == "cuda" and not settings.is_whole:
             for name, of_weights in result["sizes"][str(size)]["weights"].items():
                 show_kernels(f"{published.key}, {size}, {name}", of_weights["modes"])
     click.echo(f"\n{result['model']}")
     for size, entry in result["sizes"].items():
         show_size(size, entry)
-    if path is not None:
-        click.echo(f"\nWrote {path}")
+    record.say_where(path)
 
 
 def destination(

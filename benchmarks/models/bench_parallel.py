@@ -662,8 +662,7 @@ def main(modelled, workloads, degrees, blocks, rounds, device, dtype, tiny, outp
             path = record.destination(output, name, ("modelled",))
 
         def save() -> None:
-            if path is not None:
-                record.write(path, result)
+            record.write(path, result)
 
         for workload in workloads:
             model = workload.published.key

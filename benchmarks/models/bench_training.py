@@ -253,14 +253,11 @@ def main(device, tiny, rounds, steps, samples, output) -> None:
     output = record.destination(output, "training")
     result["blocks"] = measure_blocks(kernel, device, tiny, rounds)
     models.free(device)
-    if output is not None:
-        record.write(output, {**result, "lora": [], "gradients": []})
+    record.write(output, {**result, "lora": [], "gradients": []})
     result["gradients"] = [measure_gradients(kernel, f, device, samples) for f in FAMILIES]
     result["lora"] = measure_lora(kernel, device, tiny, steps)
     show(result)
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

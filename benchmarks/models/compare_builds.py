@@ -93,9 +93,7 @@ def main(before, model, sizes, device, dtype, tiny, rounds, pause_s, output) -> 
                 "ms": {build: timing.summarize(values) for build, values in samples.items()},
             }
             show(f"{size}, {name}", samples, distance)
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 def ids(checkout: Path) -> set[str]:

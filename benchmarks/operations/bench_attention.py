@@ -422,9 +422,7 @@ def main(device, tiny, shapes, chosen, rounds, ceilings_path, output) -> None:
     show(entries)
     clocks.show(result["clocks"])
     output = record.destination(output, "attention")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -120,9 +120,7 @@ def main(device, tiny, rounds, output) -> None:
         "attention_int8": entries,
     }
     output = record.destination(output, "attention/int8")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,7 @@ def main(device, tiny, rounds, output) -> None:
     ]
     click.echo(tabulate(rows, ["", "us without", "us with"], floatfmt=".3f"))
     output = record.destination(output, "attention/lse")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -173,13 +173,11 @@ def main(device, tiny, seconds, output) -> None:
         for by, of_sets in calls:
             entry = {"model": model, "operation": what, "shape": shape, "by": by}
             result["loops"].append(entry | loop(of_sets, seconds, device))
-            if output is not None:
-                record.write(output, result)
+            record.write(output, result)
     keys = ("model", "operation", "shape", "by", "microseconds", "millijoules", "watts", "sm_mhz")
     table = [[entry.get(key) for key in keys] for entry in result["loops"]]
     click.echo(tabulate(table, [*keys[:4], "us", "mJ", "W", "MHz"], floatfmt=".1f"))
-    if output is not None:
-        click.echo(f"\nWrote {output}")
+    record.say_where(output)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,7 @@ def main(device, rounds, output) -> None:
     ]
     click.echo(tabulate(rows, ["", "us a call", "spread", f"over {YARDSTICK}"], floatfmt=".2f"))
     output = record.destination(output, "host")
-    record.write(output, result)
-    click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -214,9 +214,7 @@ def main(device, tiny, rounds, output) -> None:
     show(result)
     clocks.show(result["clocks"])
     output = record.destination(output, "lora")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

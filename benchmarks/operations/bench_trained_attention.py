@@ -168,9 +168,7 @@ def main(device: torch.device, tiny: bool, output: Path | None) -> None:
         "attention_heads": entries,
     }
     output = record.destination(output, NAME)
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"\nWrote {output}")
+    record.finish(output, result)
 
 
 if __name__ == "__main__":

@@ -289,9 +289,7 @@ def main(before, device, only, rounds, size, threshold, only_list, output) -> No
         for workload in bar:
             entries.append(measure(workload, kernels, stopwatch, rounds, device))
     show(entries, threshold)
-    if output is not None:
-        record.write(output, {"environment": environment, "workloads": entries})
-        click.echo(f"Wrote {output}")
+    record.finish(output, {"environment": environment, "workloads": entries})
 
 
 if __name__ == "__main__":

@@ -309,9 +309,7 @@ def main(names: tuple[str, ...], output: Path | None, under_ncu: bool) -> None:
         ],
     }
     output = record.destination(output, "profile")
-    if output is not None:
-        record.write(output, result)
-        click.echo(f"Wrote {output}")
+    record.finish(output, result)
     click.echo(table(profiles))
     click.echo(
         f"\ntargets: memory above {DRAM_TARGET:.0f}% of its peak, occupancy above "

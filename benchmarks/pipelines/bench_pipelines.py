@@ -482,16 +482,14 @@ def measure_pipelines(
         entry = measure(known[name], kernel, modes, device=device, dtype=dtype, **options)
         entry = {"name": name, **entry, "wall_s": time.perf_counter() - begin}
         result["pipelines"].append(entry)
-        if where is not None:
-            record.write(where, result)
+        record.write(where, result)
         show(entry)
         click.echo(f"{entry['title']}: {entry['wall_s']:.0f} s for all modes")
 
     names = {id(pipeline): name for name, pipeline in known.items()}
     chosen = [names[id(pipeline)] for pipeline in pipelines]
     measure_each({name: functools.partial(measure_one, name) for name in chosen}, device)
-    if where is not None:
-        click.echo(f"\nWrote {where}")
+    record.say_where(where)
 
 
 @click.command()

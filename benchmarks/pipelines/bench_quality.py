@@ -191,11 +191,8 @@ def main(modes, captions, picture, device, dtype, output) -> None:
     output = record.destination(output, name, neutral)
     videos = measure(pipes, held_back_scenes(captions))
     show(videos)
-    if output is not None:
-        result = {"environment": environment, "dtype": record.dtype_name(dtype)}
-        result |= {"captions": captions, "size": TRAINED.size, "videos": videos}
-        record.write(output, result)
-        click.echo(f"\nWrote {output}")
+    result = {"environment": environment, "dtype": record.dtype_name(dtype)}
+    record.finish(output, result | {"captions": captions, "size": TRAINED.size, "videos": videos})
 
 
 if __name__ == "__main__":

@@ -21,9 +21,14 @@ from .common import (
 from .pipelines import gibibytes
 
 
+def gathered(results: Path) -> dict | None:
+    """The newest entry of each decoder, and their runs."""
+    return history.gathered("decoders", "decoders", lambda entry: entry["name"], results)
+
+
 @figure
 def decoders_over_eager(results: Path) -> str:
-    found = history.gathered("decoders", "decoders", lambda entry: entry["name"], results)
+    found = gathered(results)
     entries = found["decoders"] if found else []
     over = [entry["speedups"]["injected"].get("eager") for entry in entries]
     return span(over) if over else NOT_MEASURED
@@ -32,7 +37,7 @@ def decoders_over_eager(results: Path) -> str:
 @table
 def decoders(results: Path) -> str:
     """Each mode of each decoder. Without a result there is no table."""
-    found = history.gathered("decoders", "decoders", lambda entry: entry["name"], results)
+    found = gathered(results)
     if not found:
         return ""
     rows = []
