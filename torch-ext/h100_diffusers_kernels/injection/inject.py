@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,7 +170,7 @@ def inject_kernels(
             has_graphs = is_alone or family is not None or not _is_autoencoder(model)
             plan = _plan(model_name, model, family, options, pool if has_graphs else None)
             if family is not None:
-                plan.methods = [*itertools.product(component.modules(), family.methods)]
+                plan.methods = [(m, each) for each in family.methods for m in component.modules()]
             plans.append(plan)
     if all(plan.found_nothing for plan in plans):
         raise ValueError(

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Callable, ClassVar, SupportsIndex
+from typing import Any, Callable, ClassVar, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from .checks import (
     MODULE_CALL,
     STAND_INS,
     KnownClass,
+    KnownFunction,
     find_class,
     has_hooks,
     replaced_function,
@@ -470,25 +471,23 @@ def class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
     return None
 
 
-_methods: dict[Callable, str] = {}  # the names of those that were put in
-
-
-@dataclass(frozen=True, eq=False)
-class MethodSpec:
-    """A method, ``module:class.name``, of the module around a model.
+class MethodSpec(NamedTuple):
+    """A method of the class of the module around a model.
 
     ``function`` replaces it on instances. It asks at each call whether the class's own has to run.
     """
 
-    path: str
+    known: KnownFunction
     function: Callable
 
     def put_in(self, module: nn.Module) -> None:
-        path, _, name = self.path.rpartition(".")
-        cls = find_class(path)
+        cls, name = self.known.owner, self.known.name
         if cls is not None and isinstance(module, cls) and name not in vars(module):
             setattr(module, name, MethodType(self.function, module))
-            _methods[self.function] = name
+            _methods.add(self)
+
+
+_methods: set[MethodSpec] = set()  # those that were put in
 
 
 def put_in(stand_in: StandIn) -> None:
@@ -511,9 +510,9 @@ def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
 def take_out(modules: Iterable[nn.Module]) -> None:
     """Replaces each module's stand-in by its class's forward, wherever it is stored, and its methods."""
     modules = [*modules]
-    for around, (function, name) in itertools.product(modules, _methods.items()):
-        if getattr(vars(around).get(name), "__func__", None) is function:
-            delattr(around, name)
+    for around, (known, function) in itertools.product(modules, _methods):
+        if getattr(vars(around).get(known.name), "__func__", None) is function:
+            delattr(around, known.name)
     for holder, name, stand_in in placed(modules):
         module: Any = stand_in.module()
         if holder is module and name == "forward" and not stand_in.had_attribute:

@@ -112,5 +112,5 @@ _SPECS = (
 _ONCE = ("rope", "proj_in", "norm_out", "proj_out")
 # No error of an FP8 decoder is published, so "fp8" leaves it.
 _LAYERS = ONE_LIST._replace(blocks=(), fast_blocks=ONE_LIST.blocks, leaves_float32=True)
-_METHODS = (MethodSpec(f"{_AUTOENCODER_CLASS}._decode_clip", _decode_clip),)
+_METHODS = (MethodSpec(_DECODE_CLIP, _decode_clip),)
 FAMILIES = (Family("MiniMax-H3's decoder", _SPECS, _ONCE, _LAYERS, methods=_METHODS),)
