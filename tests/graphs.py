@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import functools
 import sys
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -145,6 +147,13 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # each collective is waited for where it is called
+        args = tree_map_only(AsyncCollectiveTensor, lambda tensor: tensor.elem, args)
+        if func.namespace == "_c10d_functional":
+            func = functools.partial(_complete, func)
+            operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
+            return self._recorded(func, *operands, func(*args, **kwargs), read=())
         if func is torch.ops.aten.lift_fresh.default:  # a constant, written in the call
             self._made[_storage(args[0])] = args[0].untyped_storage().clone()
             return func(*args)
@@ -158,13 +167,17 @@ class Record(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor, before in written:
             tensor.copy_(before)
+        return self._recorded(func, *operands, result, read)
+
+    def _recorded(self, func, args, kwargs, result, read):
         for tensor in _tensors_of(result):
             if _storage(tensor) not in read:
                 size = tensor.untyped_storage().nbytes()
                 self._made[_storage(tensor)] = torch.UntypedStorage(size)
                 if tensor.is_floating_point():
                     tensor.zero_()
-        self._operations.append((func, *operands, tree_map_only(Tensor, self.at_address, result)))
+        out = tree_map_only(Tensor, self.at_address, result)
+        self._operations.append((func, args, kwargs, out))
         return result
 
     def at_address(self, tensor):
@@ -176,6 +189,10 @@ class Record(TorchDispatchMode):
         other.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         # Whether a product is one of matrices or of batches depends on it, without gradients too.
         return other.requires_grad_(tensor.requires_grad)
+
+
+def _complete(collective, *args, **kwargs):
+    return wait_tensor(collective(*args, **kwargs))
 
 
 def _refuse(func, args, kwargs):

@@ -19,6 +19,7 @@ from ..core.patch import Injection, PatchSpec, StandIn
 from ..core.report import GraphCalls
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
 from .model_fingerprint import CannotCapture, Fingerprint
+from .ranks import CAPTURE, NO_GRAPH, Ranks
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -27,6 +28,7 @@ GRAPHS: dict[str, Any] = {"cuda": CudaGraph}
 FIRST_CALL = "the first call of its kind"
 _MOVED = "parameters or buffers moved in memory"
 _CHANGES_ITSELF = "its forward changes the model"
+_OTHER_RANKS = "another rank runs without this graph"
 # The number of remembered keys of calls, for each graph that may be kept.
 _REMEMBERED = 16
 # The limit of the exponential backoff, in calls, for models that were refused or changed again.
@@ -61,6 +63,7 @@ class GraphedStandIn(StandIn):
         self._refusal = FIRST_CALL  # reason for a missing fingerprint
         self._calls_to_wait = 0  # until the first fingerprint
         self._backoff = 0
+        self._number = CAPTURE  # of the last capture, the same on all ranks
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``StandIn.run``."""
@@ -78,17 +81,22 @@ class GraphedStandIn(StandIn):
             return self._run(*args, **kwargs)
         key: Any = None
         with lock:
+            ranks = Ranks(module)
             try:
                 _refuse_modes()
                 call = read_arguments(args, kwargs)
                 _refuse_device(call.tensors[0].device)
                 key = (_settings(), call.key)
-                return self._replay_or_capture(module, key, call)
+                return self._replay_or_capture(module, key, call, ranks)
             except CannotCapture as refusal:
                 reason = str(refusal)
             except torch.OutOfMemoryError:
+                if ranks.are_replaying:
+                    raise
                 self.taken_out()
                 reason = self._seen[key] = "there is not enough memory for a graph"
+            if not ranks.have_voted:
+                ranks.agree(NO_GRAPH)
             self._count(reason)
         result = self._run(*args, **kwargs)
         if key is not None:
@@ -119,41 +127,60 @@ class GraphedStandIn(StandIn):
             return StandIn.run(self, *args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
-    def _replay_or_capture(self, module: nn.Module, key: Hashable, call: Arguments) -> Any:
+    def _replay_or_capture(
+        self, module: nn.Module, key: Hashable, call: Arguments, ranks: Ranks
+    ) -> Any:
         """The call's result. Raises CannotCapture if it has to run without a graph."""
         fingerprint, capture = self._fingerprint, self._captures.get(key)
         if fingerprint is None:
             raise CannotCapture(self._refusal)
         has_moved = not fingerprint.addresses.hold()
         if capture is not None and (has_moved or not capture.externals.hold()):
-            self._captures.pop(key).graph.reset()
-            capture = None
-        # The model is compared while the device computes.
-        result = None if capture is None else capture.replay(call.tensors)
+            capture = self._drop(key)
+        result = None
+        if capture is not None and ranks.is_alone:
+            # The model is compared while the device computes. Ranks compare theirs before they agree.
+            result = capture.replay(call.tensors)
         change = _MOVED if has_moved else fingerprint.change(module)
         if change is not None:
             self.taken_out()
             self._wait("it changed at each of the last calls" if self._backoff else FIRST_CALL)
             logger.info("%s: CUDA graphs are dropped: %s", self._name, change)
             raise CannotCapture(FIRST_CALL)
-        if capture is not None:
-            self._captures.move_to_end(key)
-            self._backoff = 0
-            self._calls.replayed += 1
-            return result
-        reason = self._seen.get(key)
+        reason = FIRST_CALL if capture is not None else self._seen.get(key)
         if reason != FIRST_CALL:
             raise CannotCapture(reason or FIRST_CALL)
-        return self._capture(module, fingerprint, key, call)
+        if not ranks.agree(CAPTURE if capture is None else capture.number):
+            self._drop(key)
+            raise CannotCapture(_OTHER_RANKS)
+        if capture is None:
+            return self._capture(module, fingerprint, key, call, ranks)
+        if not ranks.is_alone:
+            result = capture.replay(call.tensors)
+        self._captures.move_to_end(key)
+        self._backoff = 0
+        self._calls.replayed += 1
+        return result
+
+    def _drop(self, key: Hashable) -> None:
+        """Drops the graph of a kind of calls, if there is one. The next call is captured."""
+        if key in self._captures:
+            self._captures.pop(key).graph.reset()
 
     def _capture(
-        self, module: nn.Module, fingerprint: Fingerprint, key: Hashable, call: Arguments
+        self,
+        module: nn.Module,
+        fingerprint: Fingerprint,
+        key: Hashable,
+        call: Arguments,
+        ranks: Ranks,
     ) -> Any:
         device = call.tensors[0].device
+        graph = GRAPHS[device.type](device, self._pool)
+        number = NO_GRAPH
         try:
-            graph = GRAPHS[device.type](device, self._pool)
             capture = Capture(graph, call, self._run, fingerprint.tensors)
-            result = capture.replay(call.tensors)
+            number = self._number + 1
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -162,6 +189,15 @@ class GraphedStandIn(StandIn):
             reason = "" if is_known else f"its capture raised {type(error).__name__}: "
             self._seen[key] = reason + sentence
             raise CannotCapture(self._seen[key]) from None
+        finally:
+            # Either all ranks have captured, or none uses its graph. Nothing was computed yet.
+            least, greatest = ranks.bounds(number)
+            self._number = max(self._number, greatest)
+        if least == NO_GRAPH:
+            graph.reset()
+            raise CannotCapture(_OTHER_RANKS)
+        capture.number = self._number
+        result = capture.replay(call.tensors)
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # A replay would not change the model.
             graph.reset()

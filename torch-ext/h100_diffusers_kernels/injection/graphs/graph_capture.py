@@ -22,6 +22,7 @@ from torch.utils import _pytree
 from ...operations.conditions import KERNEL_DEVICE_TYPE, PLAIN_TYPES, an
 from ..core.cache import capturing
 from ..core.checks import TRANSPARENT_MODES
+from ..parallel.exchange import received
 from .model_fingerprint import Addresses, CannotCapture
 
 # Serializes captures and replays of all threads: nothing may run during a capture, and graphs share memory
@@ -116,10 +117,16 @@ class Capture:
     """A captured call that can be replayed with other tensor values. ``model_tensors`` are the model's, whose
     addresses are compared at each call.
 
+    Attributes:
+        externals: the addresses of other tensors that it reads.
+        number: of the capture, the same on all ranks of context parallelism.
+
     Raises:
         CannotCapture: if a graph cannot repeat the call.
         Exception: any error of the call itself.
     """
+
+    number = 0
 
     def __init__(
         self, graph: Any, call: Arguments, forward: Callable[..., Any], model_tensors: list[Tensor]
@@ -136,7 +143,8 @@ class Capture:
 
         def run() -> Any:
             with recorder:
-                result = forward(*args, **kwargs)
+                # A result may be that of a collective which nothing has waited for.
+                result = _pytree.tree_map_only(Tensor, received, forward(*args, **kwargs))
             return result, [*map(_cache_tensors, _pytree.tree_leaves(result))]
 
         with capturing(device):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.checks import runs_class_forward
-from ..core.patch import is_wrapped, stand_in_of
+from ..core.checks import find_class, has_hooks, runs_class_forward
+from ..core.patch import class_forward_slot, is_wrapped, placed, stand_in_of
 
 
 class CannotCapture(Exception):
@@ -37,6 +37,11 @@ _NOT_COMPARED = vars(nn.Module()).keys() - {"training"} | {"in_features", "out_f
 _AROUND = {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_h100_diffusers_kernels"}
 # The module of the hooks by which transformers returns hidden states. They only collect outputs.
 _RECORDING = "transformers.utils.output_capturing"
+# diffusers' hooks that split and gather tokens, and the module that wraps forwards in hooks.
+_SPLIT_HOOKS = [
+    f"diffusers.hooks.context_parallel:ContextParallel{name}Hook" for name in ("Split", "Gather")
+]
+_WRAPPING = "diffusers.hooks.hooks"
 _DISPATCH, _REGISTRY = "diffusers.models.attention_dispatch", "_AttentionBackendRegistry"
 
 
@@ -179,13 +184,27 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
     """Whether a call of the module may run more than its forward. PyTorch's hooks on the model itself, and
     wrappers of its forward, also run at each replay."""
     state = vars(module)
+    hooks = getattr(state.get("_diffusers_hook"), "hooks", None) or {}
+    splits = tuple(map(find_class, _SPLIT_HOOKS))
     return (
         "_hf_hook" in state
-        or bool(getattr(state.get("_diffusers_hook"), "hooks", None))
+        or any(type(hook) not in splits for hook in hooks.values())
         or state.get("_compiled_call_impl") is not None
         or "_orig_mod" in module._modules
-        or (not is_model and is_wrapped(module) and not _is_only_recorded(module))
+        or (
+            not is_model
+            and is_wrapped(module)
+            and not _is_only_recorded(module)
+            and not (hooks and _is_only_split(module))
+        )
     )
+
+
+def _is_only_split(module: nn.Module) -> bool:
+    """Whether a module with diffusers' hooks has no other wrappers, so that a capture has their collectives."""
+    wrapper = getattr(vars(module).get("forward"), "func", None)
+    is_known = class_forward_slot(module) is not None or any(placed([module]))
+    return not has_hooks(module) and getattr(wrapper, "__module__", None) == _WRAPPING and is_known
 
 
 def _is_only_recorded(module: nn.Module) -> bool:

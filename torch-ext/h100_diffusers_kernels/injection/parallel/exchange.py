@@ -139,10 +139,11 @@ def _lengths_of_ranks(config: Any, device: torch.device, *lengths: int) -> Seque
     # A backend for CPU tensors saves waiting for the GPU.
     is_on_cpu = "cpu" in str(dist.get_backend(group))
     own = torch.tensor([lengths], device="cpu" if is_on_cpu else device)
-    return _received(_all_gather(own, group)).tolist()
+    return received(_all_gather(own, group)).tolist()
 
 
-def _received(x: Tensor) -> Tensor:
+def received(x: Tensor) -> Tensor:
+    """The tensor, after the collective that gives it."""
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
@@ -152,14 +153,14 @@ def _are_equal(lengths: Sequence[int]) -> bool:
 
 def _all_to_all(x: Tensor, group: Any, lengths: Sequence[int], is_back: bool = False) -> Tensor:
     """All-to-all of x's first dimension: this rank's tokens to each rank, or back."""
-    received: list[int] | None = None  # equal sizes
-    sent: list[int] | None = None
+    get: list[int] | None = None  # equal sizes
+    give: list[int] | None = None
     if not _are_equal(lengths):
-        received, sent = [*lengths], [lengths[dist.get_rank(group)]] * len(lengths)
-        received, sent = (sent, received) if is_back else (received, sent)
+        get, give = [*lengths], [lengths[dist.get_rank(group)]] * len(lengths)
+        get, give = (give, get) if is_back else (get, give)
     if is_differentiated(x):
-        return funcol.all_to_all_single_autograd(x, received, sent, group)
-    return funcol.all_to_all_single(x, received, sent, group)
+        return funcol.all_to_all_single_autograd(x, get, give, group)
+    return funcol.all_to_all_single(x, get, give, group)
 
 
 def _all_gather(x: Tensor, group: Any) -> Tensor:
@@ -169,7 +170,7 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
     gather = renamed or getattr(funcol, f"all_gather_tensor{ending}")
     gathered = gather(x, 0, group)
     # Gloo's all-gather corrupts memory while other collectives are in flight (Torch 2.13).
-    return _received(gathered) if x.device.type == "cpu" else gathered
+    return received(gathered) if x.device.type == "cpu" else gathered
 
 
 def _send_heads(
@@ -193,15 +194,15 @@ def _send_heads(
             x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
         x = x.unflatten(2, (size, -1))
     sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
-    received = _all_to_all(sent, config._ulysses_mesh.get_group(), lengths)
-    return lambda: _received(received).transpose(0, 1)
+    arriving = _all_to_all(sent, config._ulysses_mesh.get_group(), lengths)
+    return lambda: received(arriving).transpose(0, 1)
 
 
 def _send_back(config: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
     """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
     group, sent = config._ulysses_mesh.get_group(), x.transpose(0, 1).contiguous()
-    received = _received(_all_to_all(sent, group, lengths, is_back=True))
-    return received.unflatten(0, (config.ulysses_degree, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    back = received(_all_to_all(sent, group, lengths, is_back=True))
+    return back.unflatten(0, (config.ulysses_degree, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tensor]:
@@ -212,10 +213,10 @@ def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tenso
     gathered = _all_gather(x.contiguous(), group)
 
     def receive() -> Tensor:
-        received = _received(gathered)
+        whole = received(gathered)
         if not is_padded:
-            return received
-        each = received.chunk(len(lengths))
+            return whole
+        each = whole.chunk(len(lengths))
         return torch.cat([part[:length] for part, length in zip(each, lengths)])
 
     return receive

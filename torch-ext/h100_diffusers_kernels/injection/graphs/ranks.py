@@ -1,0 +1,67 @@
+"""Agreement of ranks on CUDA graphs.
+
+A graph of a rank under context parallelism holds collectives, which NCCL matches only if all ranks captured
+them together and replay them together. Ranks may differ in what they can do: a hook was added on one, or its
+weights moved. So before a forward they exchange what they would do, on the host, without waiting for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..parallel.exchange import config_of
+
+NO_GRAPH, CAPTURE = -1, 0  # instead of the number of the graph that a rank would replay
+
+
+class Ranks:
+    """The ranks that compute one call of a model together; one without context parallelism.
+
+    Attributes:
+        is_alone: whether there is one.
+        have_voted: whether this one has told the others what it would do.
+        are_replaying: whether all others replay a graph, and wait for this one's.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        config = config_of(getattr(model, "_parallel_config", None))
+        self._group = None if config is None else _host_group(config._flattened_mesh.get_group())
+        self.have_voted = self.is_alone = self._group is None
+        self.are_replaying = False
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """The least and the greatest of the ranks' numbers.
+
+        Raises:
+            RuntimeError: of torch.distributed, if a rank does not join within the group's time limit.
+        """
+        self.have_voted = True
+        if self.is_alone:
+            return number, number
+        extremes = torch.tensor([number, -number], device="cpu")
+        dist.all_reduce(extremes, dist.ReduceOp.MIN, self._group)
+        least, greatest = extremes.tolist()
+        self.are_replaying = least > CAPTURE
+        return least, -greatest
+
+    def agree(self, number: int) -> bool:
+        """Whether all ranks have this number."""
+        return self.bounds(number) == (number, number)
+
+
+@functools.lru_cache(maxsize=16)
+def _host_group(group: Any) -> Any:
+    """The group itself if it has collectives of CPU tensors, otherwise one of the same ranks that has, with
+    the same time limit."""
+    types = {device.type for device in group._device_types}
+    if "cpu" in types:
+        return group
+    (device_type,) = types
+    limit = group._get_backend(torch.device(device_type)).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
