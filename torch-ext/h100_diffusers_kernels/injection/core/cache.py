@@ -22,7 +22,7 @@ _callers_stream = ThreadValue()
 @contextlib.contextmanager
 def capturing(device: torch.device) -> Iterator[None]:
     """Marks this thread's calls as being captured, for callers on the current stream."""
-    before, _callers_stream.value = _callers_stream.value, _current_stream(device)
+    before, _callers_stream.value = _callers_stream.value, callers_stream(device)
     try:
         yield
     finally:
@@ -33,7 +33,10 @@ def is_capturing() -> bool:
     return _callers_stream.value is not None
 
 
-def _current_stream(device: torch.device) -> Any:
+def callers_stream(device: torch.device) -> Any:
+    """The stream of this thread's calls, or the one on which they will be replayed."""
+    if _callers_stream.value is not None:
+        return _callers_stream.value
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else "cpu"
 
 
@@ -56,7 +59,7 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
         )
     ):
         return make()
-    key = (x.device, _current_stream(x.device) if stream is None else stream, *flat)
+    key = (x.device, callers_stream(x.device), *flat)
     entry = call.stand_in.cached
     if entry is None or entry[0] != key:
         # Inference tensors cannot be used by autograd later, and have no version.

@@ -7,14 +7,12 @@ weights moved. So before a forward they exchange what they would do, on the host
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..parallel.exchange import config_of
+from ..parallel.groups import host_group
 
 NO_GRAPH, CAPTURE = -1, 0  # instead of the number of the graph that a rank would replay
 
@@ -30,7 +28,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module | None) -> None:
         config = config_of(getattr(model, "_parallel_config", None))
-        self._group = None if config is None else _host_group(config._flattened_mesh.get_group())
+        self._group = None if config is None else host_group(config._flattened_mesh.get_group())
         self.have_voted = self.is_alone = self._group is None
         self.are_replaying = False
 
@@ -52,16 +50,3 @@ class Ranks:
     def agree(self, number: int) -> bool:
         """Whether all ranks have this number."""
         return self.bounds(number) == (number, number)
-
-
-@functools.lru_cache(maxsize=16)
-def _host_group(group: Any) -> Any:
-    """The group itself if it has collectives of CPU tensors, otherwise one of the same ranks that has, with
-    the same time limit."""
-    types = {device.type for device in group._device_types}
-    if "cpu" in types:
-        return group
-    (device_type,) = types
-    limit = group._get_backend(torch.device(device_type)).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)

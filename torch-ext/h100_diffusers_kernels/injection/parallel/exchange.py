@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from ...operations.conditions import is_differentiated
+from ...operations.conditions import is_differentiated, may_write, tracks_derivatives
+from .peer_memory import PeerMemory, peer_memory
 
 # Attention of (B, S, H, d) with a bias (B, Sk) of keys, which may write its result to ``out``.
 LocalAttention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
@@ -75,10 +76,16 @@ def attend_in_parallel(
     everyone, heads = config._flattened_mesh.get_group(), math.prod(query.shape[2:-1])
     receive_bias = None if bias is None else _gather(bias.float().t(), everyone, key_lengths)
     exchanges_heads = config.ulysses_degree > 1 and sum(key_lengths) > min(query_lengths)
+    peers = None
     if exchanges_heads:
-        receive_query = _send_heads(config, query, query_lengths, heads)
-        receive_key = _send_heads(config, key, key_lengths, heads)
-        receive_value = _send_heads(config, _computed(value), key_lengths, heads)
+        if _are_equal(query_lengths) and _are_equal(key_lengths) and not tracks_derivatives():
+            peers = None if torch.compiler.is_compiling() else peer_memory(config, query.device)
+        receive_query = _send_heads(config, query, query_lengths, heads, peers, "query")
+        receive_key = _send_heads(config, key, key_lengths, heads, peers, "key")
+        value = _computed(value)
+        receive_value = _send_heads(config, value, key_lengths, heads, peers, "value")
+        if peers is not None:
+            peers.wait()
         query, key, value = receive_query(), receive_key(), receive_value()
     if not exchanges_heads or config.ring_degree > 1:
         group = config._ring_mesh.get_group() if exchanges_heads else everyone
@@ -94,8 +101,7 @@ def attend_in_parallel(
     if not is_differentiated(query, key, value):
         result = torch.empty_like(query.transpose(0, 1)).transpose(0, 1)
     result = attention(query, key, value, bias, result)
-    result = _send_back(config, result, query_lengths)[:, :, :heads]
-    return result if out is None else out.copy_(result)
+    return _joined(_send_back(config, result, query_lengths, peers), heads, out)
 
 
 def _computed(value: Tensor | Callable[[], Tensor]) -> Tensor:
@@ -174,10 +180,16 @@ def _all_gather(x: Tensor, group: Any) -> Tensor:
 
 
 def _send_heads(
-    config: Any, x: Tensor, lengths: Sequence[int], query_heads: int
+    config: Any,
+    x: Tensor,
+    lengths: Sequence[int],
+    query_heads: int,
+    peers: PeerMemory | None,
+    name: str,
 ) -> Callable[[], Tensor]:
     """Sends x (B, S of this rank, H, d), and returns a function that waits for (B, S of all ranks, H of this
-    rank, d). Fewer heads than the query's are repeated if ranks cannot share them."""
+    rank, d). Fewer heads than the query's are repeated if ranks cannot share them. ``name``: of the buffer in
+    the memory of ``peers``, which the caller waits for."""
     size = config.ulysses_degree
     if x.dim() == 5 and x.shape[2] == 1:
         x = x.squeeze(2)
@@ -193,16 +205,48 @@ def _send_heads(
                 )
             x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
         x = x.unflatten(2, (size, -1))
-    sent = x.permute(2, 1, 0, 3, 4).contiguous().flatten(0, 1)
-    arriving = _all_to_all(sent, config._ulysses_mesh.get_group(), lengths)
+    sent = x.permute(2, 1, 0, 3, 4).contiguous()
+    if peers is not None:
+        buffer = peers.send(name, sent)
+        return lambda: buffer.flatten(0, 1).transpose(0, 1)
+    arriving = _all_to_all(sent.flatten(0, 1), config._ulysses_mesh.get_group(), lengths)
     return lambda: received(arriving).transpose(0, 1)
 
 
-def _send_back(config: Any, x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, H, d)."""
-    group, sent = config._ulysses_mesh.get_group(), x.transpose(0, 1).contiguous()
-    back = received(_all_to_all(sent, group, lengths, is_back=True))
-    return back.unflatten(0, (config.ulysses_degree, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+def _send_back(
+    config: Any, x: Tensor, lengths: Sequence[int], peers: PeerMemory | None
+) -> Tensor:
+    """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, C, H of a rank, d)."""
+    sent = x.transpose(0, 1).contiguous()
+    if peers is not None:
+        back = peers.send("result", sent.unflatten(0, (config.ulysses_degree, -1)))
+        peers.wait()
+    else:
+        group = config._ulysses_mesh.get_group()
+        back = received(_all_to_all(sent, group, lengths, is_back=True))
+        back = back.unflatten(0, (config.ulysses_degree, -1))
+    return back.permute(2, 1, 0, 3, 4)
+
+
+def _joined(x: Tensor, heads: int, out: Tensor | None) -> Tensor:
+    """A copy of x (B, S, C, H / C, d) as (B, S, H, d), of the first ``heads``, in ``out`` if given."""
+    chunks = x.shape[2:4]
+    if not may_write() or is_differentiated(x) or heads != math.prod(chunks):
+        joined = x.flatten(2, 3)[:, :, :heads]
+        return joined if out is None else out.copy_(joined)
+    if out is None:
+        out = x.new_empty((*x.shape[:2], heads, x.shape[4]))
+    place = out.unflatten(2, chunks)
+    if all(_is_in_16_bytes(each) for each in (x, place)):  # this copy takes half the time
+        x, place = x.view(torch.complex128), place.view(torch.complex128)
+    place.copy_(x)
+    return out
+
+
+def _is_in_16_bytes(x: Tensor) -> bool:
+    size = x.element_size()
+    places = x.data_ptr(), *(stride * size for stride in x.stride()[:-1]), x.shape[-1] * size
+    return x.stride(-1) == 1 and not any(place % 16 for place in places)
 
 
 def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tensor]:

@@ -1,0 +1,137 @@
+"""All-to-alls of GPUs of one host: each copies into the memory of the others (PyTorch's symmetric memory).
+
+NCCL's all-to-all computes on multiprocessors and reaches a third of NVLink's rate for the activations of a
+picture. These copies run on copy engines, on a stream of their own, beside the computation.
+
+A rank may write to a buffer of another one again after the next barrier, at which the other arrives after it
+has read the buffer. So the buffers of an attention's result are read before the next attention is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.cache import callers_stream
+from .groups import host_group, time_limit
+
+logger = logging.getLogger("h100_diffusers_kernels")
+
+_NAME = "_h100_diffusers_kernels_peers"  # the attribute of a configuration
+
+
+class PeerMemory:
+    """Buffers of the ranks of a group, one for each name, for callers on one stream."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._buffers: dict[str, list[Tensor]] = {}  # of all ranks, in bytes
+        self._places: dict[Any, Any] = {}
+        self._sent: list[Tensor] = []
+        self._set_up()
+
+    def send(self, name: str, parts: Tensor) -> Tensor:
+        """Sends ``parts[r]`` to rank r; parts are contiguous. The ranks' parts for this one will be in the
+        result, of the same shape, after ``wait``. Until then the caller does not write to ``parts``."""
+        key = name, parts.shape, parts.dtype
+        places = self._places.get(key) or self._find_places(key, parts)
+        self._sent.append(parts)  # its memory is not used again until then
+        with self._on_stream():
+            for peer, place in places[1]:
+                place.copy_(parts[peer])
+        return places[0]
+
+    def wait(self) -> None:
+        """Has the current stream wait for all parts that were sent to this rank."""
+        self._barrier()
+        self._sent.clear()
+
+    def _find_places(self, key: Any, parts: Tensor) -> Any:
+        """This rank's buffer, and its part in the buffers of all ranks, beginning with the next one's."""
+        name, shape, dtype = key
+        size = parts.numel() * parts.element_size()
+        if name not in self._buffers or self._buffers[name][0].numel() < size:
+            self._buffers[name] = self._allocate(size)
+            self._places = {each: self._places[each] for each in self._places if each[0] != name}
+        with torch.inference_mode(False):  # they outlive the call
+            buffers = [buffer[:size].view(dtype).view(shape) for buffer in self._buffers[name]]
+        order = [(self._rank + i) % self._size for i in range(1, self._size + 1)]
+        found = buffers[self._rank], [(peer, buffers[peer][self._rank]) for peer in order]
+        self._places[key] = found
+        return found
+
+    # CUDA
+
+    def _set_up(self) -> None:
+        self._stream = torch.cuda.Stream(self._device)
+        self._limit_ms = int(time_limit(self._group).total_seconds() * 1e3)
+        self._handle: Any = None
+        self._allocate(16)
+
+    def _allocate(self, size: int) -> list[Tensor]:
+        from torch.distributed import _symmetric_memory as memory
+
+        torch.cuda.synchronize(self._device)  # a smaller buffer may be freed next
+        own = memory.empty(size, dtype=torch.uint8, device=self._device)
+        handle: Any = memory.rendezvous(own, self._group.group_name)
+        self._handle = self._handle or handle
+        sizes = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._size)]
+        return [own if rank == self._rank else each for rank, each in enumerate(sizes)]
+
+    def _on_stream(self) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _barrier(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._handle.barrier(channel=0, timeout_ms=self._limit_ms)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+# The class by device type.
+PEERS: dict[str, Any] = {"cuda": PeerMemory}
+
+
+def peer_memory(config: Any, device: torch.device) -> PeerMemory | None:
+    """That of the ranks of Ulysses for callers on the current stream; None if they cannot have one."""
+    if device.type not in PEERS:
+        return None
+    stream = callers_stream(device)
+    found: dict[Any, Any] = vars(config).setdefault(_NAME, {})
+    if stream not in found:
+        found[stream] = _connect(config._ulysses_mesh.get_group(), device)
+    peers: PeerMemory | None = found[stream]
+    return peers
+
+
+def _connect(group: Any, device: torch.device) -> PeerMemory | None:
+    """Memory that all ranks can write to, or None on all ranks."""
+    hosts, others = _gathered(group, socket.gethostname()), range(torch.cuda.device_count())
+    peers, reason = None, None
+    if len(set(hosts)) > 1:
+        reason = "the GPUs are on several hosts"
+    elif any(i != device.index and not torch.cuda.can_device_access_peer(device, i) for i in others):
+        reason = "a GPU cannot write to the memory of another one"
+    if not any(_gathered(group, reason)):
+        try:
+            peers = PEERS[device.type](group, device)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+    reason = next(filter(None, _gathered(group, reason)), None)
+    if reason is not None:
+        logger.warning("context parallelism: NCCL exchanges heads: %s", reason)
+        return None
+    return peers
+
+
+def _gathered(group: Any, value: Any) -> list[Any]:
+    group = host_group(group)
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
