@@ -151,9 +151,11 @@ class Record(TorchDispatchMode):
             return args[0]  # each collective is waited for where it is called
         args = tree_map_only(AsyncCollectiveTensor, lambda tensor: tensor.elem, args)
         if func.namespace == "_c10d_functional":
-            func = functools.partial(_complete, func)
+            # A capture of a collective waits for no rank.
+            shape = func(*tree_map_only(Tensor, lambda tensor: tensor.to("meta"), args)).shape
             operands = tree_map_only(Tensor, self.at_address, (args, kwargs))
-            return self._recorded(func, *operands, func(*args, **kwargs), read=())
+            result = args[0].new_empty(shape)
+            return self._recorded(functools.partial(_complete, func), *operands, result, read=())
         if func is torch.ops.aten.lift_fresh.default:  # a constant, written in the call
             self._made[_storage(args[0])] = args[0].untyped_storage().clone()
             return func(*args)

@@ -25,7 +25,7 @@ from checks import relative_distance
 from families import FAMILIES, run
 from family import make_all_matter
 from family_relatives import copy_of_wan, inputs_of_copy
-from graphs import EmulatedGraph, module_of, use_emulated_graphs
+from graphs import module_of
 from ranks import in_ranks
 from small_models import to
 
@@ -409,30 +409,6 @@ def test_replaced_dispatch(kernel):
     transformer_wan.dispatch_attention_fn = dispatch
     assert relative_distance(run(model, arguments), expected) < 2e-6
     assert given == [model._parallel_config, None] * 2
-
-
-@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
-@in_ranks
-def test_parallelism_after_graphs(kernel, name):
-    """Parallelism after graphs were captured: they are dropped, and no graph holds a collective."""
-    prepare_rank()
-    use_emulated_graphs(kernel)
-    module_of(kernel, "graphs.cuda_graphs").GRAPHS["cpu"] = EmulatedGraph
-    family, model, plain = model_of(name)
-    report = kernel.inject_kernels(model, cuda_graphs=True)
-    arguments = inputs_of(family)
-    for _ in range(4):
-        run(model, arguments)
-    (calls,) = report.cuda_graphs
-    replayed = calls.replayed
-    assert replayed
-    parallelize(kernel, model, ULYSSES)
-    errors = Errors(family, plain)
-    for _ in range(3):
-        errors.add(run(model, arguments), arguments, "only")
-    errors.check()
-    (calls,) = report.cuda_graphs
-    assert calls.replayed == replayed
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "ltx", "flux2", "qwenimage"])

@@ -2,19 +2,16 @@
 
 import copy
 import datetime
-import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from checks import relative_distance
-from families import FAMILIES, run
+from families import run
 from graphs import EmulatedGraph, module_of, use_emulated_graphs
 from ranks import in_ranks
 from test_context_parallel import (
-    BOTH,
     INPUTS,
     RING,
     ULYSSES,
@@ -28,54 +25,50 @@ from test_context_parallel import (
 class Pair:
     """A parallel model with graphs, and the same parallel model without."""
 
-    def __init__(self, kernel, name, how, is_injected_first=True, **config):
+    def __init__(self, kernel, name, how, is_injected_first=True):
         prepare_rank()
         use_emulated_graphs(kernel)
-        self.graphs = module_of(kernel, "graphs.cuda_graphs").GRAPHS
-        self.graphs["cpu"] = EmulatedGraph
-        self.family, self.model, self.plain = model_of(name, **config)
+        module_of(kernel, "graphs.cuda_graphs").GRAPHS["cpu"] = EmulatedGraph
+        self.family, self.model, self.plain = model_of(name)
         self.whole = copy.deepcopy(self.plain)
         for model, options in ((self.plain, {}), (self.model, {"cuda_graphs": True})):
             if not is_injected_first:
                 parallelize(kernel, model, how)
             self.report = kernel.inject_kernels(model, **options)
             if is_injected_first:
+                self.call_alone(model)
                 parallelize(kernel, model, how)
         self.seed = 0
 
+    def call_alone(self, model):
+        """Before it is parallel, until its graph is replayed."""
+        for seed in range(3):
+            run(model, inputs_of(self.family, options=INPUTS[self.family.name][0], seed=seed))
+
     @property
     def counts(self):
-        """Captured, replayed, and others, of this rank."""
+        """The numbers of calls of this rank that captured a graph, were replays, and neither."""
         (calls,) = self.report.cuda_graphs
         return calls.captured, calls.replayed, sum(calls.uncaptured.values())
 
-    @property
-    def reasons(self):
-        (calls,) = self.report.cuda_graphs
-        return set(calls.uncaptured)
+    def arguments(self, **options):
+        self.seed += 1
+        options = INPUTS[self.family.name][0] | options
+        return inputs_of(self.family, options=options, seed=self.seed)
 
     @torch.inference_mode()
     def call(self, **options):
-        """Compares a call bit by bit with one without graphs; whether it was a replay."""
-        self.seed += 1
-        arguments = inputs_of(self.family, options=options, seed=self.seed)
-        before = self.counts[1]
+        """Whether a call was a replay, after a bitwise comparison with the model without graphs."""
+        arguments, before = self.arguments(**options), self.counts[1]
         out, expected = run(self.model, arguments), run(self.plain, arguments)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
         return self.counts[1] > before
 
-    def until_replayed(self, calls=4, **options):
-        """The number of calls until a replay."""
-        return next(i for i in range(1, calls + 1) if self.call(**options))
-
-    def check(self):
-        """Against the model in one process."""
-        arguments = inputs_of(self.family, seed=self.seed + 1)
-        assert relative_distance(run(self.plain, arguments), run(self.whole, arguments)) < 2e-6
+    def calls_until_replayed(self, most=8, **options):
+        return next(i for i in range(1, most + 1) if self.call(**options))
 
 
-def everyone(value):
-    """The values of all ranks."""
+def of_all_ranks(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -88,10 +81,93 @@ def everyone(value):
 )
 @in_ranks
 def test_forwards_are_replayed(kernel, name, how):
-    for is_first in (True, False):
-        pair = Pair(kernel, name, how, is_first)
-        options = INPUTS[name][0]
-        assert pair.until_replayed(**options) == 3
-        assert pair.until_replayed(**options | {"batch": 3}) == 3  # another kind of calls
-        assert pair.call(**options) and pair.call(**options)
-        assert everyone(pair.counts) == [(2, 4, 2)] * 2
+    """With one graph for each kind of calls, right after the model in one process."""
+    for is_injected_first in (True, False):
+        pair = Pair(kernel, name, how, is_injected_first)
+        captured, replayed, others = pair.counts
+        assert pair.calls_until_replayed() == 3
+        assert pair.calls_until_replayed(batch=3) == 3
+        assert pair.call() and pair.call()
+        expected = (captured + 2, replayed + 4, others + 2)
+        assert of_all_ranks(pair.counts) == [expected] * 2
+        arguments = pair.arguments()
+        assert relative_distance(run(pair.model, arguments), run(pair.whole, arguments)) < 2e-6
+
+
+def moved(pair):
+    weight = pair.family.part(pair.model, "linear").weight
+    weight.data = weight.data.clone()
+
+
+def raising(error):
+    def capture(*_):
+        raise error
+
+    return capture
+
+
+@in_ranks
+def test_one_rank_changes(kernel, rank, monkeypatch):
+    """Then no rank replays, no rank waits, and all replay again as soon as they can."""
+    pair = Pair(kernel, "flux", ULYSSES)
+    pair.calls_until_replayed()
+    if rank == 1:
+        moved(pair)
+    assert not pair.call()
+    assert len(set(of_all_ranks(pair.calls_until_replayed()))) == 1
+
+    block = pair.family.part(pair.model, "block")
+    if rank == 1:
+        handle = block.register_forward_hook(lambda *_: None)
+    assert not any(pair.call() for _ in range(4))
+    assert of_all_ranks(pair.counts[0]) == [pair.counts[0]] * 2
+    if rank == 1:
+        handle.remove()
+    assert len(set(of_all_ranks(pair.calls_until_replayed()))) == 1
+
+    # Another kind of calls, whose capture fails on one rank, or with which it is refused.
+    graphs = module_of(kernel, "graphs.cuda_graphs")
+    for batch, error in ((3, torch.OutOfMemoryError()), (4, RuntimeError("no capture"))):
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(graphs, "Capture", raising(error))
+            assert not any(pair.call(batch=batch) for _ in range(4))
+        assert pair.calls_until_replayed() <= 3
+    with torch.autograd.set_detect_anomaly(rank == 1):
+        assert not pair.call()
+    if rank == 1:
+        # Its graphs begin anew, with other numbers than those of the others.
+        kernel.eject_kernels(pair.model)
+        pair.report = kernel.inject_kernels(pair.model, cuda_graphs=True)
+    assert pair.calls_until_replayed() <= 4
+    assert pair.call()
+
+
+@pytest.mark.parametrize("where", ["", "block"], ids=["before-the-graph", "within-a-forward"])
+@in_ranks
+def test_one_rank_fails(kernel, rank, where, tmp_path):
+    """The others raise, too, after the group's time limit."""
+    pair = Pair(kernel, "flux", ULYSSES)
+    pair.calls_until_replayed()
+    config = pair.model._parallel_config.context_parallel_config
+    for group in {mesh.get_group() for mesh in (config._flattened_mesh, config._ulysses_mesh)}:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2), group)
+    if rank == 1:
+        failing = pair.family.part(pair.model, where) if where else pair.model
+        failing.register_forward_pre_hook(raising(ValueError()))
+    with torch.inference_mode(), pytest.raises(ValueError if rank == 1 else RuntimeError):
+        run(pair.model, pair.arguments())
+    dist.destroy_process_group()  # its connections are broken
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+
+
+@in_ranks
+def test_graphs_end_with_the_groups(kernel):
+    """``destroy_process_group`` would wait for them without end."""
+    group, before = dist.new_group(), EmulatedGraph.alive
+    pair = Pair(kernel, "flux", ULYSSES)
+    pair.calls_until_replayed()
+    assert EmulatedGraph.alive == before + 1
+    dist.destroy_process_group(group)
+    assert EmulatedGraph.alive == before

@@ -19,7 +19,7 @@ from ..core.patch import Injection, PatchSpec, StandIn
 from ..core.report import GraphCalls
 from .graph_capture import Arguments, Capture, CudaGraph, Pool, lock, read_arguments
 from .model_fingerprint import CannotCapture, Fingerprint
-from .ranks import CAPTURE, NO_GRAPH, Ranks
+from .ranks import CAPTURE, NO_GRAPH, Ranks, drop_before_destruction
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -197,6 +197,8 @@ class GraphedStandIn(StandIn):
             graph.reset()
             raise CannotCapture(_OTHER_RANKS)
         capture.number = self._number
+        if not ranks.is_alone:
+            drop_before_destruction(self)
         result = capture.replay(call.tensors)
         if not fingerprint.addresses.hold() or fingerprint.change(module) is not None:
             # A replay would not change the model.

@@ -201,7 +201,7 @@ def _is_wrapped(module: nn.Module, is_model: bool) -> bool:
 
 
 def _is_only_split(module: nn.Module) -> bool:
-    """Whether a module with diffusers' hooks has no other wrappers, so that a capture has their collectives."""
+    """Whether a module with diffusers' hooks has no other wrappers. A capture has the hooks' collectives."""
     wrapper = getattr(vars(module).get("forward"), "func", None)
     is_known = class_forward_slot(module) is not None or any(placed([module]))
     return not has_hooks(module) and getattr(wrapper, "__module__", None) == _WRAPPING and is_known

@@ -7,6 +7,10 @@ weights moved. So before a forward they exchange what they would do, on the host
 
 from __future__ import annotations
 
+import functools
+import weakref
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,3 +54,27 @@ class Ranks:
     def agree(self, number: int) -> bool:
         """Whether all ranks have this number."""
         return self.bounds(number) == (number, number)
+
+
+_parallel: weakref.WeakSet[Any] = weakref.WeakSet()  # the stand-ins whose graphs hold collectives
+
+
+def drop_before_destruction(stand_in: Any) -> None:
+    """Has ``destroy_process_group`` drop the stand-in's graphs first: it waits for them without end."""
+    _parallel.add(stand_in)
+    _replace_destruction()
+
+
+@functools.cache
+def _replace_destruction() -> None:
+    module: Any = dist.distributed_c10d
+    own = module.destroy_process_group
+
+    @functools.wraps(own)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        for stand_in in [*_parallel]:
+            stand_in.taken_out()
+        return own(*args, **kwargs)
+
+    for namespace in (dist, module):
+        namespace.destroy_process_group = destroy_process_group

@@ -23,6 +23,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from ...operations.conditions import is_differentiated, may_write, tracks_derivatives
+from ..core.patch import Call, ThreadValue
 from .peer_memory import PeerMemory, peer_memory
 
 # Attention of (B, S, H, d) with a bias (B, Sk) of keys, which may write its result to ``out``.
@@ -32,6 +33,39 @@ LocalAttention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | No
 def config_of(parallel_config: Any) -> Any:
     """The context parallelism of a ``ParallelConfig``, or None."""
     return getattr(parallel_config, "context_parallel_config", None)
+
+
+class Meanwhile:
+    """Computes ``function()`` within ``with``, while the tensors of this thread's next attention are on their
+    way to other ranks; at once if there are none.
+
+    Attributes:
+        result: of the function, after ``with``.
+    """
+
+    def __init__(self, call: Call, function: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._function: Callable[[], Any] | None = function
+        config = config_of(getattr(call.stand_in.injection.model(), "_parallel_config", None))
+        if config is None or torch.compiler.is_compiling():
+            self.compute()
+
+    def compute(self) -> None:
+        if self._function is not None:
+            function, self._function = self._function, None
+            self.result = function()
+
+    def __enter__(self) -> Meanwhile:
+        self._outer, _meanwhile.value = _meanwhile.value, self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _meanwhile.value = self._outer
+        if error[0] is None:
+            self.compute()
+
+
+_meanwhile = ThreadValue()
 
 
 def wire_empty(config: Any, x: Tensor, size: int, heads: int, length: int | None = None) -> Tensor:
@@ -84,6 +118,8 @@ def attend_in_parallel(
         receive_key = _send_heads(config, key, key_lengths, heads, peers, "key")
         value = _computed(value)
         receive_value = _send_heads(config, value, key_lengths, heads, peers, "value")
+        if _meanwhile.value is not None:
+            _meanwhile.value.compute()
         if peers is not None:
             peers.wait()
         query, key, value = receive_query(), receive_key(), receive_value()
@@ -205,7 +241,7 @@ def _send_heads(
                 )
             x = torch.nn.functional.pad(x, (0, 0, 0, -heads % size))
         x = x.unflatten(2, (size, -1))
-    sent = x.permute(2, 1, 0, 3, 4).contiguous()
+    sent = _contiguous(x.permute(2, 1, 0, 3, 4))
     if peers is not None:
         buffer = peers.send(name, sent)
         return lambda: buffer.flatten(0, 1).transpose(0, 1)
@@ -213,9 +249,7 @@ def _send_heads(
     return lambda: received(arriving).transpose(0, 1)
 
 
-def _send_back(
-    config: Any, x: Tensor, lengths: Sequence[int], peers: PeerMemory | None
-) -> Tensor:
+def _send_back(config: Any, x: Tensor, lengths: Sequence[int], peers: PeerMemory | None) -> Tensor:
     """From (B, S of all ranks, H of this rank, d) to (B, S of this rank, C, H of a rank, d)."""
     sent = x.transpose(0, 1).contiguous()
     if peers is not None:
@@ -236,17 +270,27 @@ def _joined(x: Tensor, heads: int, out: Tensor | None) -> Tensor:
         return joined if out is None else out.copy_(joined)
     if out is None:
         out = x.new_empty((*x.shape[:2], heads, x.shape[4]))
-    place = out.unflatten(2, chunks)
-    if all(_is_in_16_bytes(each) for each in (x, place)):  # this copy takes half the time
-        x, place = x.view(torch.complex128), place.view(torch.complex128)
-    place.copy_(x)
+    _copy(out.unflatten(2, chunks), x)
     return out
 
 
-def _is_in_16_bytes(x: Tensor) -> bool:
-    size = x.element_size()
-    places = x.data_ptr(), *(stride * size for stride in x.stride()[:-1]), x.shape[-1] * size
-    return x.stride(-1) == 1 and not any(place % 16 for place in places)
+def _contiguous(x: Tensor) -> Tensor:
+    if x.is_contiguous() or not may_write() or is_differentiated(x):
+        return x.contiguous()
+    copied = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _copy(copied, x)
+    return copied
+
+
+def _copy(target: Tensor, x: Tensor) -> None:
+    """Copies x, in 16 bytes at a time if possible: a copy that reorders dimensions takes half the time."""
+    for each in (target, x):
+        size = each.element_size()
+        places = each.data_ptr(), *[size * n for n in (*each.stride()[:-1], each.shape[-1])]
+        if each.stride(-1) != 1 or any(place % 16 for place in places):
+            target.copy_(x)
+            return
+    target.view(torch.complex128).copy_(x.view(torch.complex128))
 
 
 def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tensor]:

@@ -41,11 +41,13 @@ class PeerMemory:
         result, of the same shape, after ``wait``. Until then the caller does not write to ``parts``."""
         key = name, parts.shape, parts.dtype
         places = self._places.get(key) or self._find_places(key, parts)
+        buffer, own, others = places
         self._sent.append(parts)  # its memory is not used again until then
         with self._on_stream():
-            for peer, place in places[1]:
+            for peer, place in others:
                 place.copy_(parts[peer])
-        return places[0]
+        own.copy_(parts[self._rank])
+        return buffer
 
     def wait(self) -> None:
         """Has the current stream wait for all parts that were sent to this rank."""
@@ -53,17 +55,21 @@ class PeerMemory:
         self._sent.clear()
 
     def _find_places(self, key: Any, parts: Tensor) -> Any:
-        """This rank's buffer, and its part in the buffers of all ranks, beginning with the next one's."""
+        """This rank's buffer, its own part there, and its part in each other rank's."""
         name, shape, dtype = key
         size = parts.numel() * parts.element_size()
         if name not in self._buffers or self._buffers[name][0].numel() < size:
             self._buffers[name] = self._allocate(size)
             self._places = {each: self._places[each] for each in self._places if each[0] != name}
         with torch.inference_mode(False):  # they outlive the call
-            buffers = [buffer[:size].view(dtype).view(shape) for buffer in self._buffers[name]]
-        order = [(self._rank + i) % self._size for i in range(1, self._size + 1)]
-        found = buffers[self._rank], [(peer, buffers[peer][self._rank]) for peer in order]
-        self._places[key] = found
+            buffers = [each[:size].view(dtype).view(shape) for each in self._buffers[name]]
+            parts_here = [buffer[self._rank] for buffer in buffers]
+        others = [(self._rank + i) % self._size for i in range(1, self._size)]
+        found = self._places[key] = (
+            buffers[self._rank],
+            parts_here[self._rank],
+            [(peer, parts_here[peer]) for peer in others],
+        )
         return found
 
     # CUDA
@@ -116,7 +122,9 @@ def _connect(group: Any, device: torch.device) -> PeerMemory | None:
     peers, reason = None, None
     if len(set(hosts)) > 1:
         reason = "the GPUs are on several hosts"
-    elif any(i != device.index and not torch.cuda.can_device_access_peer(device, i) for i in others):
+    elif any(
+        i != device.index and not torch.cuda.can_device_access_peer(device, i) for i in others
+    ):
         reason = "a GPU cannot write to the memory of another one"
     if not any(_gathered(group, reason)):
         try:

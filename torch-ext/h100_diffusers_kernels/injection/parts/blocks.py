@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.patch import Call
+from ..parallel.exchange import Meanwhile
 from .linears import (
     QUERY_KEY_VALUE,
     TEXT_QUERY_KEY_VALUE,
@@ -108,8 +109,10 @@ def single_block(
     (stream,) = start(call, block, first_norms, tokens, conditions)
     modules = block._modules
     proj_out = modules["proj_out"]
-    mlp_out = linear_and_gelu(modules["proj_mlp"], modules["act_mlp"], stream.n, proj_out)
-    out = linear_of_concat(call, proj_out, attend(stream.n), mlp_out)
+    feed_forward = (modules["proj_mlp"], modules["act_mlp"], stream.n, proj_out)
+    with Meanwhile(call, partial(linear_and_gelu, *feed_forward)) as mlp:
+        attended = attend(stream.n)
+    out = linear_of_concat(call, proj_out, attended, mlp.result)
     stream.add(out, stream.rows[2])
     length = tokens[0].shape[1]
 
