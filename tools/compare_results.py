@@ -30,6 +30,12 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 from benchmarks.harness import history  # noqa: E402
 
+SPLITS = (
+    "guidance",
+    "ring",
+    "ulysses",
+    "tiles",
+)  # what ranks share, in results of bench_parallel.py
 Label = tuple[str, ...]  # the row, then the ratio's denominator
 
 
@@ -272,17 +278,20 @@ def of_fp8_layers(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
 
 
 def of_parallel(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
-    """Each mode over the eager one of as many GPUs, and over the injected one of one GPU."""
+    """Each mode over the eager one of as many GPUs, and over the fastest one of one GPU."""
     for entry in result["parallel"]:
         modes = {mode: measured for mode, measured in entry["modes"].items() if "ms" in measured}
+        details = (entry.get("part"), entry["model"], entry["size"], entry.get("precision"))
         for mode, measured in modes.items():
-            degree = measured["ring"] * measured["ulysses"]
-            eager = "eager" if degree == 1 else f"eager+ulysses{degree}"
-            for other, key in ((eager, "over_eager"), ("injected", "speedup")):
+            gpus = math.prod(measured.get(name, 1) for name in SPLITS)
+            eager = "eager" if gpus == 1 else f"eager+ulysses{gpus}"
+            one_gpu = measured.get("one_gpu", "injected")
+            others = (eager, eager, "over_eager"), ("one GPU", one_gpu, "speedup")
+            for label, other, key in others:
                 if key in measured and other != mode:
                     spreads = [modes[m]["ms"]["spread"] for m in (mode, other)]
-                    name = f"{entry['model']} {entry['size']}, {mode}"
-                    yield (name, other), Ratio(measured[key], combined(*spreads))
+                    name = f"{' '.join(filter(None, details))}, {mode}"
+                    yield (name, label), Ratio(measured[key], combined(*spreads))
 
 
 def of_attention_lse(result: Mapping) -> Iterator[tuple[Label, Ratio]]:

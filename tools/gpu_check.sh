@@ -124,13 +124,15 @@ step_adapters() { "$PYTHON" benchmarks/models/bench_adapters.py; }
 
 # Modelled ranks on one GPU, then all GPUs if there are several.
 step_parallel() {
-  local status=0 gpus
+  local status=0 gpus part
   "$PYTHON" benchmarks/operations/bench_attention_lse.py || status=1
   "$PYTHON" benchmarks/models/bench_parallel.py --modelled || status=1
   gpus=$(nvidia-smi --list-gpus | wc -l)
   if [ "$gpus" -gt 1 ]; then
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
-      benchmarks/models/bench_parallel.py || status=1
+    for part in step pipeline decode; do
+      "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
+        benchmarks/models/bench_parallel.py --only "$part" || status=1
+    done
   fi
   return "$status"
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -41,7 +42,9 @@ INJECTIONS = {
     (INJECTED, "fp8"): models.PRECISION_FP8,
     (GRAPHS, "fp8"): f"{models.GRAPHS}+precision-fp8",
 }
-# Stable Diffusion 3.5's with max_sequence_length=251: up to 8 ranks share 328 tokens, and not the default 333.
+MAX_ULYSSES = 8  # divides the heads of the models here
+SD3_MAX_ULYSSES = 2  # of 38 heads
+# Stable Diffusion 3.5's with max_sequence_length=251. Ranks cannot share the 333 of the default.
 SD3_TEXT_TOKENS = 77 + 251
 
 
@@ -70,11 +73,12 @@ def share(model: torch.nn.Module, run: Run, mode: Mode) -> None:
         run.kernel.enable_guidance_parallelism(model, group)
 
 
-def splits(degree: int, is_guided: bool) -> Iterator[dict[str, int]]:
-    """How this number of GPUs shares a forward: by Ulysses, and the halves of guidance with Ulysses in each."""
-    yield {"ulysses": degree}
+def splits(degree: int, is_guided: bool, max_ulysses: int) -> list[dict[str, int]]:
+    """How this number of GPUs shares a forward: by Ulysses, and by guidance with Ulysses in each half."""
+    known = [{"ulysses": degree}]
     if is_guided and degree % 2 == 0:
-        yield {"guidance": 2, "ulysses": degree // 2}
+        known.append({"guidance": 2, "ulysses": degree // 2})
+    return [split for split in known if split["ulysses"] <= max_ulysses]
 
 
 def rings(degree: int) -> Iterator[dict[str, int]]:
@@ -129,6 +133,7 @@ class Step:
         precision: of linear layers, as of inject_kernels.
         is_guided: whether guidance has two halves: of a stacked batch, or of two calls if the model's batch
             is 1.
+        max_ulysses: the most ranks that share the model's heads.
         has_eager_ulysses: whether the eager model runs under Ulysses.
         changed_inputs: those that are not the pipeline's.
     """
@@ -142,6 +147,7 @@ class Step:
     size: Any
     precision: str | None = None
     is_guided: bool = False
+    max_ulysses: int = MAX_ULYSSES
     has_eager_ulysses: bool = True
     changed_inputs: Mapping[str, object] = field(default_factory=dict)
     text_tokens: int | None = None
@@ -152,11 +158,10 @@ class Step:
         modes = [Mode(kind) for kind in kinds]
         for degree in degrees:
             for kind in kinds:
-                if kind != EAGER:
-                    is_guided = self.is_guided and not run.ranks.is_modelled
-                    modes += [Mode(kind, **split) for split in splits(degree, is_guided)]
-                elif self.has_eager_ulysses:
-                    modes.append(Mode(EAGER, ulysses=degree))
+                is_guided = self.is_guided and kind != EAGER and not run.ranks.is_modelled
+                if kind != EAGER or self.has_eager_ulysses:
+                    ways = splits(degree, is_guided, self.max_ulysses)
+                    modes += [Mode(kind, **split) for split in ways]
             if run.with_rings:
                 modes += [Mode(INJECTED, **split) for split in rings(degree)]
         return modes
@@ -224,6 +229,7 @@ STEPS = (
         SD3,
         ImageSize(1024, 1024),
         is_guided=True,
+        max_ulysses=SD3_MAX_ULYSSES,
         has_eager_ulysses=False,  # diffusers has no plan of it
         text_tokens=SD3_TEXT_TOKENS,
     ),
@@ -261,11 +267,11 @@ class WholePipeline:
     pipeline: Pipeline
     precision: str | None = None
     is_guided: bool = False
+    max_ulysses: int = MAX_ULYSSES
 
     def modes(self, run: Run) -> list[Mode]:
-        kind = run.kinds[-1]
-        last = [list(splits(degree, self.is_guided))[-1] for degree in run.degrees]
-        return [Mode(kind), *(Mode(kind, **split) for split in last)]
+        ways = [splits(degree, self.is_guided, self.max_ulysses)[-1:] for degree in run.degrees]
+        return [Mode(run.kinds[-1], **split) for split in ({}, *itertools.chain(*ways))]
 
     def prepare(self, pipe: Any, steps: int | None, run: Run, mode: Mode) -> Prepared:
         injection = INJECTIONS[mode.kind, self.precision]
@@ -284,7 +290,7 @@ class WholePipeline:
         steps = 2 if run.is_tiny else self.pipeline.steps
         _, height, width, *frames = self.pipeline.model.size
         entry = {
-            "model": self.pipeline.title,
+            "model": "tiny " * run.is_tiny + self.pipeline.title,
             "size": "x".join(map(str, (*frames, height, width))),
             "steps": steps,
             "precision": self.precision,
@@ -307,7 +313,12 @@ WHOLE_PIPELINES = (
         published("Qwen-Image", "qwenimage", 50, size=(1024, 1024)),
         is_guided=True,
     ),
-    WholePipeline("sd3", _with_text(PIPELINES["sd3"], SD3_TEXT_TOKENS), is_guided=True),
+    WholePipeline(
+        "sd3",
+        _with_text(PIPELINES["sd3"], SD3_TEXT_TOKENS),
+        is_guided=True,
+        max_ulysses=SD3_MAX_ULYSSES,
+    ),
 )
 
 # ----------------------------------------------------------------------------------------------
@@ -317,8 +328,8 @@ WHOLE_PIPELINES = (
 def tile_in_four(vae: Any, z: Tensor, overlap: int) -> None:
     """Tiled decoding in two rows of two tiles, as many as GPUs, that overlap by so many latents.
 
-    A tile begins a stride after the one before it: Wan's 60 by 104 latents have tiles of 34 by 56, which are
-    272 by 448 pixels, and strides of 30 by 52. diffusers' own tiles would be 15, with a quarter of each twice.
+    A tile begins a stride after the one before it. Wan's 60 by 104 latents have tiles of 34 by 56, which are
+    272 by 448 pixels, and strides of 30 by 52. diffusers' own tiles would be 15, and overlap by a quarter.
     """
     rows, columns = (-(-side // 2) for side in z.shape[-2:])
     if hasattr(vae, "tile_overlap_factor"):  # its tiles are square
@@ -373,7 +384,8 @@ class Decoding:
     def measure(self, run: Run) -> None:
         vae, z = self.decoder.build(run.ranks.device, run.is_tiny)
         size = self.decoder.frames.replace(" × ", "x")
-        entry = {"model": self.decoder.title, "size": size, "precision": None}
+        title = "tiny " * run.is_tiny + self.decoder.title
+        entry = {"model": title, "size": size, "precision": None}
         prepare = functools.partial(self.prepare, vae, z, run)
         run.measure(self, self.modes(run), run.degrees, prepare, entry)
 

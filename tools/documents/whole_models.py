@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks import models
 from benchmarks.harness import history
+from benchmarks.harness.ranks import degree_of
 
 import accuracy
 
@@ -368,19 +369,26 @@ FIGURES["training_gpu"] = functools.partial(
 
 
 # ------------------------------------------------------------------------------------------------
-# Context parallelism: forwards on several GPUs, and those of one modelled rank.
+# Several GPUs: steps, whole pipelines and decoders, and the forwards of one modelled rank.
 
 
 GPUS, MODELLED = "parallel", "parallel/modelled"
-Cells = Callable[[dict, dict | None, dict | None], list[str]]
+PRECISIONS = {None: "", "fp8": ", FP8"}
+TILINGS = {"injected": "none", "tiled": "2 × 2", "default-tiles": "diffusers'"}
+
+
+def part_of(entry: dict) -> str:
+    """A step, a pipeline or a decode."""
+    return entry.get("part", "step")
 
 
 def gathered(results: Path, name: str) -> dict | None:
     """The newest entries of each model, size and number of GPUs."""
 
     def key(entry: dict) -> tuple:
-        changed = tuple(entry["changed_inputs"])
-        return entry["model"], entry["size"], changed, tuple(entry["degrees"])
+        of_inputs = tuple(entry.get("changed_inputs", ())), entry.get("steps")
+        model = part_of(entry), entry["model"], entry["size"], entry.get("precision")
+        return *model, *of_inputs, tuple(entry["degrees"])
 
     return history.gathered(name, "parallel", key, results)
 
@@ -388,99 +396,165 @@ def gathered(results: Path, name: str) -> dict | None:
 def label_of(entry: dict) -> str:
     """The model, how many of its blocks were measured, and the input."""
     kept, published = (
-        " + ".join(map(str, entry[key].values())) for key in ("blocks", "published_blocks")
+        " + ".join(map(str, entry.get(key, {}).values())) for key in ("blocks", "published_blocks")
     )
     blocks = "" if kept == published else f", {kept} of {published} blocks"
-    return f"{entry['model']}{blocks}, {size_name(entry['size'])}"
+    steps = f":{entry['steps']}" if "steps" in entry else ""
+    precision = PRECISIONS[entry.get("precision")]
+    return f"{entry['model']}{precision}{blocks}, {size_name(entry['size'] + steps)}"
 
 
 def split_of(mode: str) -> str:
-    """A mode without eager or injected: "" on one GPU, otherwise as in "ring2+ulysses2"."""
+    """A mode without its kind: "" on one GPU, otherwise as in "ring2+ulysses2"."""
     return mode.partition("+")[2]
 
 
 def split_name(split: str) -> str:
     parts = re.findall(r"([a-z]+)(\d+)", split)
-    return " × ".join(f"{name.replace('u', 'U', 1)} {degree}" for name, degree in parts)
+    named = [f"{'Ulysses' if name == 'ulysses' else name} {degree}" for name, degree in parts]
+    return " × ".join(named) or "one GPU"
 
 
-def pairs(entry: dict) -> Iterator[tuple[str, dict | None, dict | None]]:
-    """Each way to split the tokens, with the eager and the injected mode; None where one was not measured."""
-    # A run that was cut short has modes without times.
-    timed = {mode: measured for mode, measured in entry["modes"].items() if "ms" in measured}
-    for split in dict.fromkeys(map(split_of, timed)):
-        eager, injected = ("+".join(filter(None, (kind, split))) for kind in ("eager", "injected"))
-        yield split, timed.get(eager), timed.get(injected)
+Kinds = dict[str, dict]
 
 
-def rows_of(entries: list[dict], cells: Cells) -> list[list[str]]:
-    return [
-        [label_of(entry), split_name(split) or "one GPU", *cells(entry, eager, injected)]
-        for entry in entries
-        for split, eager, injected in pairs(entry)
-    ]
+def timed(entry: dict) -> dict[str, dict]:
+    """The modes that have times. A run that was cut short has others."""
+    return {mode: measured for mode, measured in entry["modes"].items() if "ms" in measured}
 
 
-def own_times(eager: dict | None, injected: dict | None) -> list[str]:
-    """Both times, and the injected one over the eager one of as many GPUs."""
-    return [
-        *(milliseconds(mode["ms"]["median"] if mode else None) for mode in (eager, injected)),
-        times(injected.get("over_eager") if injected else None),
-    ]
+def by_split(entry: dict) -> dict[str, Kinds]:
+    """The measured kinds of each way to share the work."""
+    splits: dict[str, Kinds] = {}
+    for mode, measured in timed(entry).items():
+        splits.setdefault(split_of(mode), {})[mode.partition("+")[0]] = measured
+    return splits
 
 
-def speedup(injected: dict | None) -> str:
-    """Over the injected model on one GPU, and its share of the number of GPUs."""
-    if not injected or "speedup" not in injected:
+def speedup(measured: dict | None) -> str:
+    """Over one GPU, and its share of the number of GPUs."""
+    if not measured or "speedup" not in measured:
         return ""
-    return f"{injected['speedup']:.2f}× ({injected['of_linear']:.0%})"
+    return f"{measured['speedup']:.2f}× ({measured['of_linear']:.0%})"
 
 
-def rendered(results: Path, name: str, headers: list[str], cells: Cells) -> str:
+def distance(measured: dict) -> str:
+    value = measured.get("distance_from_one_gpu")
+    return "" if value is None else f"{value:.5f}"
+
+
+def median(measured: dict | None) -> float | None:
+    return measured["ms"]["median"] if measured else None
+
+
+def fastest(kinds: Kinds) -> dict | None:
+    """The fastest of the injected kinds."""
+    injected = [measured for kind, measured in kinds.items() if kind != "eager"]
+    return min(injected, key=median, default=None)
+
+
+def entries_of(measured: dict, part: str) -> list[dict]:
+    return [entry for entry in measured["parallel"] if part_of(entry) == part]
+
+
+def rendered(
+    results: Path,
+    name: str,
+    part: str,
+    headers: list[str],
+    rows: Callable[[dict], Iterable[list[str]]],
+) -> str:
+    """A table of the entries of a part, with rows of each; nothing if none is measured."""
     measured = there(gathered(results, name), name)
-    rows = rows_of(measured["parallel"], cells)
-    return markdown(rows, ["model and input", "GPUs", *headers]) + setup(*measured["runs"])
+    entries = entries_of(measured, part)
+    runs = [run for run in measured["runs"] if any(entry in run["parallel"] for entry in entries)]
+    lines = [[label_of(entry), *row] for entry in entries for row in rows(entry)]
+    return markdown(lines, headers) + setup(*runs) if lines else ""
 
 
 @table
 def parallel(results: Path) -> str:
-    """Forwards on the GPUs of one machine."""
+    """A step on the GPUs of one machine: one forward, or those of guidance."""
 
-    def cells(entry: dict, eager: dict | None, injected: dict | None) -> list[str]:
-        distances = [
-            f"{mode['distance_from_one_gpu']:.5f}"
-            if mode and "distance_from_one_gpu" in mode
-            else ""
-            for mode in (eager, injected)
-        ]
-        return [*own_times(eager, injected), speedup(injected), *distances]
+    def rows(entry: dict) -> Iterator[list[str]]:
+        for split, kinds in by_split(entry).items():
+            best = fastest(kinds) or {}
+            yield [
+                split_name(split),
+                *(milliseconds(median(kinds.get(k))) for k in ("eager", "injected", "graphs")),
+                times(best.get("speedup")),
+                f"{best['of_linear']:.0%}" if "of_linear" in best else "",
+                distance(best),
+            ]
 
-    headers = ["eager", "injected", "over eager", "over one GPU"]
-    headers += ["distance from one GPU: eager", "injected"]
-    return rendered(results, GPUS, headers, cells)
+    headers = ["model and input", "GPUs", "eager", "injected", "with CUDA graphs", "over one GPU"]
+    headers += ["of linear", "distance from one GPU"]
+    return rendered(results, GPUS, "step", headers, rows)
+
+
+@table
+def parallel_pipelines(results: Path) -> str:
+    """Whole pipelines on the GPUs of one machine."""
+
+    def rows(entry: dict) -> Iterator[list[str]]:
+        for mode, measured in timed(entry).items():
+            seconds = f"{measured['ms']['median'] / 1e3:.2f} s"
+            yield [split_name(split_of(mode)), seconds, speedup(measured)]
+
+    headers = ["pipeline", "GPUs", "time", "over one GPU"]
+    return rendered(results, GPUS, "pipeline", headers, rows)
+
+
+@table
+def parallel_decoders(results: Path) -> str:
+    """Decoders whose tiles the GPUs of one machine share."""
+
+    def rows(entry: dict) -> Iterator[list[str]]:
+        for mode, measured in timed(entry).items():
+            kind, _, split = mode.partition("+")
+            equal = measured.get("equal_to_one_gpu")
+            yield [
+                TILINGS[kind],
+                str(degree_of(measured)),
+                milliseconds(median(measured)),
+                speedup(measured),
+                "" if equal is None else "yes" if equal else f"no: {distance(measured)}",
+            ]
+
+    headers = ["decoder", "tiles", "GPUs", "time", "over one GPU", "equal bits"]
+    return rendered(results, GPUS, "decode", headers, rows)
 
 
 @table
 def parallel_modelled(results: Path) -> str:
     """One rank's compute time, and with the time of the bytes that it would send."""
 
-    def cells(entry: dict, eager: dict | None, injected: dict | None) -> list[str]:
-        sent = (injected or {}).get("sent_bytes")
-        return [
-            *own_times(eager, injected),
-            "" if sent is None else f"{sent / 1e9:.2f} GB",
-            milliseconds((injected or {}).get("whole_ms")),
-            speedup(injected),
-        ]
+    def rows(entry: dict) -> Iterator[list[str]]:
+        for split, kinds in by_split(entry).items():
+            eager, injected = (kinds.get(kind) for kind in ("eager", "injected"))
+            sent = (injected or {}).get("sent_bytes")
+            yield [
+                split_name(split),
+                *map(milliseconds, map(median, (eager, injected))),
+                times((injected or {}).get("over_eager")),
+                "" if sent is None else f"{sent / 1e9:.2f} GB",
+                milliseconds((injected or {}).get("whole_ms")),
+                speedup(injected),
+            ]
 
-    headers = ["compute time: eager", "injected", "over eager", "sent, injected"]
-    headers += ["modelled time, injected", "over one GPU"]
-    return rendered(results, MODELLED, headers, cells)
+    headers = ["model and input", "GPUs", "compute time: eager", "injected", "over eager"]
+    headers += ["sent, injected", "modelled time, injected", "over one GPU"]
+    return rendered(results, MODELLED, "step", headers, rows)
 
 
 @figure
 def parallel_over_one_gpu(results: Path) -> str:
-    """How many times as fast the injected models are on four GPUs, by Ulysses, as on one."""
+    """How many times as fast the injected models are on four GPUs as on one, each the fastest way."""
     measured = gathered(results, GPUS) or {"parallel": []}
-    modes = [entry["modes"].get("injected+ulysses4", {}) for entry in measured["parallel"]]
-    return span([mode["speedup"] for mode in modes if "speedup" in mode])
+    speedups = []
+    for entry in entries_of(measured, "step"):
+        on_four = [mode for mode in timed(entry).values() if degree_of(mode) == 4]
+        speedups.append(
+            max((mode["speedup"] for mode in on_four if "speedup" in mode), default=None)
+        )
+    return span(speedups)
