@@ -440,8 +440,8 @@ def test_tables_of_pipelines_and_decoders(tmp_path):
     wan = "Wan, 81 frames 720×1280"
     assert rows_of(tmp_path, "parallel_decoders") == [
         [wan, "none", "1", "500.0 ms", "", ""],
-        [wan, "2 × 2", "1", "550.0 ms", "", ""],
-        [wan, "2 × 2", "2", "300.0 ms", "1.67× (83%)", "yes"],
+        [wan, "four", "1", "550.0 ms", "", ""],
+        [wan, "four", "2", "300.0 ms", "1.67× (83%)", "yes"],
         [wan, "diffusers'", "2", "400.0 ms", "1.25× (62%)", "no: 0.00100"],
     ]
     assert rows_of(tmp_path, "parallel") == []

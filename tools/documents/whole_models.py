@@ -374,7 +374,7 @@ FIGURES["training_gpu"] = functools.partial(
 
 GPUS, MODELLED = "parallel", "parallel/modelled"
 PRECISIONS = {None: "", "fp8": ", FP8"}
-TILINGS = {"injected": "none", "tiled": "2 × 2", "default-tiles": "diffusers'"}
+TILINGS = {"injected": "none", "tiled": "four", "default-tiles": "diffusers'"}
 
 
 def part_of(entry: dict) -> str:
@@ -450,7 +450,7 @@ def median(measured: dict | None) -> float | None:
 def fastest(kinds: Kinds) -> dict | None:
     """The fastest of the injected kinds."""
     injected = [measured for kind, measured in kinds.items() if kind != "eager"]
-    return min(injected, key=median, default=None)
+    return min(injected, key=lambda measured: measured["ms"]["median"], default=None)
 
 
 def entries_of(measured: dict, part: str) -> list[dict]:
