@@ -232,7 +232,7 @@ def test_graphs_must_be_replayed(replayed):
     entry = {"modes": {}, "failed": {}}
     run = run_on("cpu", ranks=Ranks(CPU, is_modelled=True))
     modes = [Mode("injected"), Mode("graphs")]
-    bench_parallel.measure(run, modes, prepare, rounds=2, warm_up_rounds=1, entry=entry)
+    bench_parallel.measure(run, modes, prepare, rounds=2, warm_up_rounds=1, in_a_row=1, entry=entry)
     assert list(entry["modes"]) == ["injected", *["graphs"] * replayed]
     assert list(entry["failed"]) == ["graphs"] * (not replayed)
 
@@ -241,7 +241,9 @@ def test_modes_that_all_fail():
     entry = {"modes": {}, "failed": {}}
     run = run_on("cpu", ranks=Ranks(CPU, is_modelled=True))
     modes = [Mode("injected")]
-    bench_parallel.measure(run, modes, lambda mode: 1 / 0, 2, warm_up_rounds=1, entry=entry)
+    bench_parallel.measure(
+        run, modes, lambda mode: 1 / 0, 2, warm_up_rounds=1, in_a_row=1, entry=entry
+    )
     assert not entry["modes"] and "ZeroDivisionError" in entry["failed"]["injected"]
 
 

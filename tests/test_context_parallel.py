@@ -477,6 +477,55 @@ def test_gradients(kernel, name):
         assert relative_distance(gradient, expected) < 1e-5
 
 
+def use_shared_files(kernel, folder):
+    """Peer memory of ranks on CPUs: files that all of them map. A write of one is seen by all."""
+    module = module_of(kernel, "parallel.peer_memory")
+
+    class SharedFiles(module.PeerMemory):
+        sizes = []
+
+        def _set_up(self):
+            self._barrier()
+
+        def _allocate(self, size):
+            name = f"{folder}/{self._group.group_name}-{len(self.sizes)}"
+            self.sizes.append(size)
+            files = [f"{name}-{rank}" for rank in range(self._size)]
+            tensors = [torch.from_file(f, True, size, dtype=torch.uint8) for f in files]
+            self._barrier()
+            return tensors
+
+        def _on_stream(self):
+            return contextlib.nullcontext()
+
+        def _barrier(self):
+            dist.barrier(self._group)
+
+    module.PEERS["cpu"] = SharedFiles
+    return SharedFiles
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(2, ULYSSES), (4, BOTH)], ids=["ulysses", "both"])
+@in_ranks
+def test_peer_memory(kernel, how, ranks, tmp_path):
+    """The same bits as by collectives, for more tokens in larger buffers, and for fewer in the same."""
+    prepare_rank()
+    for name in ("flux", "wan", "hunyuan_video", "qwenimage"):
+        family, model, _ = model_of(name)
+        model.requires_grad_(False)
+        kernel.inject_kernels(model)
+        parallelize(kernel, model, how)
+        options = INPUTS[name][0]
+        calls = [inputs_of(family, options=options | {"batch": batch}) for batch in (1, 2, 1)]
+        expected = [run(model, arguments) for arguments in calls]
+        files = use_shared_files(kernel, tmp_path)
+        with torch.no_grad():
+            for arguments, output in zip(calls, expected, strict=True):
+                torch.testing.assert_close(run(model, arguments), output, rtol=0, atol=0)
+        assert len(files.sizes) == 8
+        del module_of(kernel, "parallel.peer_memory").PEERS["cpu"]
+
+
 @in_ranks
 def test_a_gather_on_cpus_is_not_in_flight(kernel):
     """Gloo's all-gather corrupts memory while other collectives are in flight."""

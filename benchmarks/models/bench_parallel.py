@@ -109,15 +109,16 @@ class Run:
         entry: dict[str, Any],
     ) -> None:
         """All modes of one workload at one size, as an entry of the result."""
-        rounds = self.rounds or workload.rounds
+        rounds, ranks = self.rounds or workload.rounds, self.ranks
         described = {"part": workload.part, "name": workload.name, **entry, "rounds": rounds}
         entry = {**described, "degrees": list(degrees), "modes": {}, "failed": {}}
         self.entries.append(entry)
         try:
-            measure(self, modes, prepare, rounds, workload.warm_up_rounds, entry)
+            counts = rounds, workload.warm_up_rounds, 1 if ranks.is_modelled else workload.in_a_row
+            measure(self, modes, prepare, *counts, entry)
         finally:
             self.save()
-        if self.ranks.rank == 0:
+        if ranks.rank == 0:
             show(entry)
 
 
@@ -220,8 +221,10 @@ def measure(
     prepare: Prepare,
     rounds: int,
     warm_up_rounds: int,
+    in_a_row: int,
     entry: dict[str, Any],
 ) -> None:
+    """The time of one of ``in_a_row`` forwards, between which nothing waits for the GPU."""
     ranks, device = run.ranks, run.ranks.device
     every = prepare_each(run, modes, prepare, entry)
     if not ranks.is_modelled:
@@ -231,7 +234,15 @@ def measure(
     run.save()
     if not every:
         return
-    forwards = {str(mode): prepared.forward for mode, prepared in every.items()}
+
+    def of_several(prepared: Prepared) -> Callable[[], None]:
+        def forwards() -> None:
+            for _ in range(in_a_row):
+                prepared.forward()
+
+        return forwards
+
+    forwards = {str(mode): of_several(prepared) for mode, prepared in every.items()}
     with_graphs = {str(mode): every[mode] for mode in every if mode.kind == GRAPHS}
     clock: dict[str, float] = {}
 
@@ -249,7 +260,8 @@ def measure(
 
     def graphs(prepared: Prepared) -> dict[str, Any] | None:
         report = prepared.report  # None in ranks that wait
-        return report and cuda_graphs.check_replayed(report, rounds, prepared.graphs_before)
+        calls = rounds * in_a_row
+        return report and cuda_graphs.check_replayed(report, calls, prepared.graphs_before)
 
     link = Link().in_place() if ranks.is_modelled else contextlib.nullcontext()
     with link:
@@ -259,7 +271,7 @@ def measure(
             entry["modes"] = {}
             return
         for name, of_mode in samples.items():
-            entry["modes"][name]["ms"] = timing.summarize(of_mode)
+            entry["modes"][name]["ms"] = timing.summarize([ms / in_a_row for ms in of_mode])
         for name, prepared in with_graphs.items():
             counts, error = ranks.attempt(functools.partial(graphs, prepared))
             if error is not None:

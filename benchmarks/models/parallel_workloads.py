@@ -140,7 +140,8 @@ class Step:
 
     part: ClassVar[str] = "step"
     rounds: ClassVar[int] = 5
-    warm_up_rounds: ClassVar[int] = 2  # after a first call; graphs are captured in the second
+    warm_up_rounds: ClassVar[int] = 1
+    in_a_row: ClassVar[int] = 4  # as in a denoising loop; graphs are captured in the second call
 
     name: str
     published: Published
@@ -262,6 +263,7 @@ class WholePipeline:
     part: ClassVar[str] = "pipeline"
     rounds: ClassVar[int] = 3
     warm_up_rounds: ClassVar[int] = 0  # the first call is a whole one
+    in_a_row: ClassVar[int] = 1
 
     name: str
     pipeline: Pipeline
@@ -358,6 +360,7 @@ class Decoding:
     part: ClassVar[str] = "decode"
     rounds: ClassVar[int] = 5
     warm_up_rounds: ClassVar[int] = 1
+    in_a_row: ClassVar[int] = 1
 
     name: str
     decoder: Decoder

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...operations.conditions import is_differentiated, may_write, tracks_derivatives
 from ..core.patch import Call, ThreadValue
+from .groups import host_group
 from .peer_memory import PeerMemory, peer_memory
 
 # Attention of (B, S, H, d) with a bias (B, Sk) of keys, which may write its result to ``out``.
@@ -100,7 +101,7 @@ def attend_in_parallel(
     Raises:
         ValueError: if the heads cannot be shared, or the bias has another length.
     """
-    lengths = _lengths_of_ranks(config, query.device, query.shape[1], key.shape[1])
+    lengths = _lengths_of_ranks(config, query.shape[1], key.shape[1])
     query_lengths, key_lengths = zip(*lengths)
     if bias is not None and bias.shape[1] != key.shape[1]:
         raise ValueError(
@@ -162,7 +163,7 @@ def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
         return mask
     rank, _ = rank_and_size(config)
     parts, begin = [], 0
-    for each in zip(*_lengths_of_ranks(config, mask.device, *lengths)):
+    for each in zip(*_lengths_of_ranks(config, *lengths)):
         first = begin + sum(each[:rank])
         parts.append(mask[..., first : first + each[rank]])
         begin += sum(each)
@@ -173,15 +174,15 @@ def mask_of_rank(config: Any, mask: Tensor, *lengths: int) -> Tensor:
 # Collectives
 
 
-def _lengths_of_ranks(config: Any, device: torch.device, *lengths: int) -> Sequence[Sequence[int]]:
+def _lengths_of_ranks(config: Any, *lengths: int) -> Sequence[Sequence[int]]:
     """For each rank, these lengths of its tensors."""
     group = config._flattened_mesh.get_group()
     if not (getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)):
         return [lengths] * dist.get_world_size(group)
-    # A backend for CPU tensors saves waiting for the GPU.
-    is_on_cpu = "cpu" in str(dist.get_backend(group))
-    own = torch.tensor([lengths], device="cpu" if is_on_cpu else device)
-    return received(_all_gather(own, group)).tolist()
+    own = torch.tensor([lengths], device="cpu")
+    every = own.new_empty((dist.get_world_size(group), len(lengths)))
+    dist.all_gather_into_tensor(every, own, host_group(group))  # without waiting for the GPU
+    return every.tolist()
 
 
 def received(x: Tensor) -> Tensor:
