@@ -136,7 +136,8 @@ class GraphedStandIn(StandIn):
             raise CannotCapture(self._refusal)
         has_moved = not fingerprint.addresses.hold()
         if capture is not None and (has_moved or not capture.externals.hold()):
-            capture = self._drop(key)
+            self._drop(key)
+            capture = None
         result = None
         if capture is not None and ranks.is_alone:
             # The model is compared while the device computes. Ranks compare theirs before they agree.

@@ -76,5 +76,5 @@ def _replace_destruction() -> None:
             stand_in.taken_out()
         return own(*args, **kwargs)
 
-    for namespace in (dist, module):
-        namespace.destroy_process_group = destroy_process_group
+    package: Any = dist
+    package.destroy_process_group = module.destroy_process_group = destroy_process_group
