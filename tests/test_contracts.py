@@ -145,6 +145,7 @@ def test_every_public_operation_is_in_the_table(kernel):
     public = {name for name in kernel.__all__ if inspect.isfunction(getattr(kernel, name))}
     of_models = {"inject_kernels", "eject_kernels"}
     of_models |= {"context_parallel_plan", "register_attention_backend"}
+    of_models |= {"enable_guidance_parallelism", "enable_tile_parallelism"}
     assert public - of_models == {*TABLE, *PLAIN_OPERATIONS}
 
 

@@ -14,6 +14,7 @@ BATCH, TOKENS, HEADS, HEAD_DIM = 2, 24, 2, 64
 HIDDEN = HEADS * HEAD_DIM
 GRID = (2, 3, 4)  # frames, rows and columns of the tokens
 OF_MODELS = {"inject_kernels", "eject_kernels", "context_parallel_plan"}
+OF_MODELS |= {"enable_guidance_parallelism", "enable_tile_parallelism"}
 NOT_OPERATIONS = {*OF_MODELS, "register_attention_backend", "layers"}
 FP8_PRODUCTS = {"linear_fp8", "linears_fp8", "linear_gelu_fp8", "linear_gated_residual_fp8"}
 FP8_OPERATIONS = {"quantize_fp8", "lora_down", *FP8_PRODUCTS}  # with tests of their own

@@ -5,6 +5,8 @@ from .injection import (
     InjectionReport,
     context_parallel_plan,
     eject_kernels,
+    enable_guidance_parallelism,
+    enable_tile_parallelism,
     inject_kernels,
     register_attention_backend,
 )
@@ -59,6 +61,8 @@ __all__ = [
     "context_parallel_plan",
     "conv3d",
     "eject_kernels",
+    "enable_guidance_parallelism",
+    "enable_tile_parallelism",
     "gated_residual",
     "gated_residual_layer_norm_modulate",
     "gated_residual_layer_norm_modulate_fp8",

@@ -450,21 +450,31 @@ class Proxy:
 # The place of a module's innermost forward, and methods of the module around it
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+class Around:
+    """A wrapper of this package around a module's forward, which it holds as ``forward``."""
+
+    forward: Any
+
+
+def forward_slots(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     """Holder, name and value of each attribute that may hold the module's forward."""
     attributes = vars(module)
-    yield module, "forward", module.forward
+    slots: list[tuple[Any, str, Any]] = [(module, "forward", module.forward)]
     if "_old_forward" in attributes:
-        yield module, "_old_forward", attributes["_old_forward"]
+        slots.append((module, "_old_forward", attributes["_old_forward"]))
     for reference in getattr(attributes.get("_diffusers_hook"), "_fn_refs", ()):
         # A hook with its own forward keeps the replaced one as `original_forward`.
         for name in ("forward", "original_forward"):
-            yield reference, name, getattr(reference, name, None)
+            slots.append((reference, name, getattr(reference, name, None)))
+    for slot in slots:
+        yield slot
+        if isinstance(slot[-1], Around):
+            yield slot[-1], "forward", slot[-1].forward
 
 
 def class_forward_slot(module: nn.Module) -> tuple[Any, str] | None:
     """Holder and name of the innermost forward, the class's; None if unknown code replaced it."""
-    for holder, name, value in _slots(module):
+    for holder, name, value in forward_slots(module):
         is_bound = isinstance(value, MethodType) and value.__self__ is module
         if is_bound and value.__func__ is type(module).forward:
             return holder, name
@@ -501,7 +511,7 @@ def put_in(stand_in: StandIn) -> None:
 def placed(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, str, StandIn]]:
     """Holder, name and stand-in of each place with a module's stand-in."""
     for module in modules:
-        for holder, name, value in list(_slots(module)):
+        for holder, name, value in list(forward_slots(module)):
             stand_in = stand_in_of(value)
             if stand_in is not None and stand_in.module() is module:
                 yield holder, name, stand_in
