@@ -109,6 +109,7 @@ def raising(error):
 @in_ranks
 def test_one_rank_changes(kernel, rank, monkeypatch):
     """Then no rank replays, no rank waits, and all replay again as soon as they can."""
+    module_of(kernel, "parallel.groups")._has_cpu = lambda group: False  # as of NCCL's groups
     pair = Pair(kernel, "flux", ULYSSES)
     pair.calls_until_replayed()
     if rank == 1:
@@ -141,6 +142,18 @@ def test_one_rank_changes(kernel, rank, monkeypatch):
         pair.report = kernel.inject_kernels(pair.model, cuda_graphs=True)
     assert pair.calls_until_replayed() <= 4
     assert pair.call()
+
+
+@pytest.mark.parametrize("ranks", [4])
+@in_ranks
+def test_hosts_of_some_ranks(kernel, rank, ranks):
+    """Other ranks do not take part in an exchange, and may have exchanged with others before."""
+    groups = module_of(kernel, "parallel.groups")
+    groups._has_cpu = lambda group: False
+    pair, everyone = dist.new_group([0, 1]), dist.new_group()
+    if rank < 2:
+        assert groups.host_group(pair).gather(rank, 7) == [[0, 7], [1, 7]]
+    assert groups.host_group(everyone).gather(rank) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("where", ["", "block"], ids=["before-the-graph", "within-a-forward"])

@@ -11,7 +11,6 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -32,7 +31,9 @@ class Ranks:
 
     def __init__(self, model: nn.Module | None) -> None:
         config = config_of(getattr(model, "_parallel_config", None))
-        self._group = None if config is None else host_group(config._flattened_mesh.get_group())
+        self._group: Any = None
+        if config is not None:
+            self._group = host_group(config._flattened_mesh.get_group())
         self.have_voted = self.is_alone = self._group is None
         self.are_replaying = False
 
@@ -45,11 +46,9 @@ class Ranks:
         self.have_voted = True
         if self.is_alone:
             return number, number
-        extremes = torch.tensor([number, -number], device="cpu")
-        dist.all_reduce(extremes, dist.ReduceOp.MIN, self._group)
-        least, greatest = extremes.tolist()
-        self.are_replaying = least > CAPTURE
-        return least, -greatest
+        numbers = [each for (each,) in self._group.gather(number)]
+        self.are_replaying = min(numbers) > CAPTURE
+        return min(numbers), max(numbers)
 
     def agree(self, number: int) -> bool:
         """Whether all ranks have this number."""

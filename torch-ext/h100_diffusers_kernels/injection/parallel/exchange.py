@@ -179,10 +179,7 @@ def _lengths_of_ranks(config: Any, *lengths: int) -> Sequence[Sequence[int]]:
     group = config._flattened_mesh.get_group()
     if not (getattr(config, "ulysses_anything", False) or getattr(config, "ring_anything", False)):
         return [lengths] * dist.get_world_size(group)
-    own = torch.tensor([lengths], device="cpu")
-    every = own.new_empty((dist.get_world_size(group), len(lengths)))
-    dist.all_gather_into_tensor(every, own, host_group(group))  # without waiting for the GPU
-    return every.tolist()
+    return host_group(group).gather(*lengths)
 
 
 def received(x: Tensor) -> Tensor:

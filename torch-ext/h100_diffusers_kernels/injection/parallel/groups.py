@@ -1,8 +1,7 @@
-"""Process groups of torch.distributed beside the ones that users make."""
+"""Exchanges between the hosts of a process group's ranks, which do not wait for GPUs."""
 
 from __future__ import annotations
 
-import datetime
 import functools
 from typing import Any
 
@@ -10,18 +9,41 @@ import torch
 import torch.distributed as dist
 
 
-def time_limit(group: Any) -> datetime.timedelta:
-    """How long the group's collectives wait for a rank."""
-    device_type = group._device_types[0].type
-    limit: datetime.timedelta = group._get_backend(torch.device(device_type)).options._timeout
-    return limit
+class HostGroup:
+    """The ranks of a process group, by the group's collectives of CPU tensors, or by Gloo's.
+
+    Attributes:
+        time_limit: how long the group's collectives wait for a rank.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._size = dist.get_world_size(group)
+        device = torch.device("cpu") if _has_cpu(group) else group._device_types[0]
+        self._backend = group._get_backend(device)
+        self.time_limit = self._backend.options._timeout
+        if not _has_cpu(group):
+            # `new_group` would take all processes, or as many groups in each.
+            store = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"h100_diffusers_kernels/{group.group_name}", store)
+            place = dist.get_rank(group), self._size
+            self._backend = dist.ProcessGroupGloo(store, *place, self.time_limit)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """The numbers of each rank.
+
+        Raises:
+            RuntimeError: of torch.distributed, if a rank does not join within the time limit.
+        """
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        every = [torch.empty_like(own) for _ in range(self._size)]
+        self._backend.allgather([every], [own]).wait()
+        return [each.tolist() for each in every]
 
 
-@functools.lru_cache(maxsize=16)
-def host_group(group: Any) -> Any:
-    """The group itself if it has collectives of CPU tensors, otherwise one of the same ranks that has, with
-    the same time limit."""
-    if "cpu" in {device.type for device in group._device_types}:
-        return group
-    ranks, limit = dist.get_process_group_ranks(group), time_limit(group)
-    return dist.new_group(ranks, limit, "gloo", use_local_synchronization=True)
+def _has_cpu(group: Any) -> bool:
+    return "cpu" in {device.type for device in group._device_types}
+
+
+@functools.cache
+def host_group(group: Any) -> HostGroup:
+    return HostGroup(group)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import zlib
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.cache import callers_stream
-from .groups import host_group, time_limit
+from .groups import host_group
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
@@ -76,7 +77,7 @@ class PeerMemory:
 
     def _set_up(self) -> None:
         self._stream = torch.cuda.Stream(self._device)
-        self._limit_ms = int(time_limit(self._group).total_seconds() * 1e3)
+        self._limit_ms = int(host_group(self._group).time_limit.total_seconds() * 1e3)
         self._handle: Any = None
         self._allocate(16)
 
@@ -118,28 +119,23 @@ def peer_memory(config: Any, device: torch.device) -> PeerMemory | None:
 
 def _connect(group: Any, device: torch.device) -> PeerMemory | None:
     """Memory that all ranks can write to, or None on all ranks."""
-    hosts, others = _gathered(group, socket.gethostname()), range(torch.cuda.device_count())
+    ranks, here = host_group(group), zlib.crc32(socket.gethostname().encode())
+    others = range(torch.cuda.device_count())
     peers, reason = None, None
-    if len(set(hosts)) > 1:
+    if any(host != here for (host,) in ranks.gather(here)):
         reason = "the GPUs are on several hosts"
     elif any(
         i != device.index and not torch.cuda.can_device_access_peer(device, i) for i in others
     ):
         reason = "a GPU cannot write to the memory of another one"
-    if not any(_gathered(group, reason)):
+    if ranks.gather(reason is None) == [[1]] * dist.get_world_size(group):
         try:
             peers = PEERS[device.type](group, device)
         except (ImportError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-    reason = next(filter(None, _gathered(group, reason)), None)
-    if reason is not None:
-        logger.warning("context parallelism: NCCL exchanges heads: %s", reason)
-        return None
-    return peers
-
-
-def _gathered(group: Any, value: Any) -> list[Any]:
-    group = host_group(group)
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
+        if ranks.gather(peers is not None) == [[1]] * dist.get_world_size(group):
+            return peers
+    logger.warning(
+        "context parallelism: NCCL exchanges heads: %s", reason or "another rank needs it"
+    )
+    return None
