@@ -1,6 +1,8 @@
 """The processes of a benchmark on several GPUs, and how they share the work in each mode.
 
-A mode may use fewer GPUs than there are. Then the first ranks run, and the others wait at the barriers.
+A mode may use fewer GPUs than there are. With one GPU the first rank runs, and the others wait at the
+barriers. With several the other ranks run the same in groups of their own, because PyTorch numbers the
+allocations of shared memory in each process.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class Ranks:
 
     def runs(self, mode: Mode) -> bool:
         """Whether this rank takes part. The others wait."""
-        return self.rank < mode.degree
+        return self.rank == 0 or mode.degree > 1
 
     def attempt(self, function: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """The function's result, or the error of the first rank that has one. All ranks call it."""

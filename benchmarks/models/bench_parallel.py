@@ -8,10 +8,9 @@ It runs on the GPUs of this machine, a process each:
     torchrun --standalone --nproc-per-node 4 benchmarks/models/bench_parallel.py --only step --models flux,wan
 
 Ranks share tokens (Ulysses; rings with --rings), the halves of guidance, both, or a decoder's tiles. Where a
-mode has fewer GPUs than there are, the others wait. All modes take turns. Ranks meet at a barrier before each
-sample, and the slowest rank's time counts. The outputs are compared with those of one GPU. Writes to
-benchmarks/results/parallel. Estimates for four H200s, not measured yet: 4 minutes for the steps, 6 for the
-pipelines, of which Qwen-Image takes 3, and 1 for the decoders.
+mode has fewer GPUs than there are, the others run the same; they wait for a mode of one GPU. All modes take
+turns. Ranks meet at a barrier before each sample, and the slowest rank's time counts. The outputs are
+compared with those of one GPU. Writes to benchmarks/results/parallel.
 
 With --modelled it needs one GPU, on which the process is rank 0 of several:
 

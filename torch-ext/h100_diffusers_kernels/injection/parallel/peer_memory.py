@@ -23,6 +23,7 @@ from .groups import host_group
 
 logger = logging.getLogger("h100_diffusers_kernels")
 
+_allocations = 0
 _NAME = "_h100_diffusers_kernels_peers"  # the attribute of a configuration
 
 
@@ -82,6 +83,13 @@ class PeerMemory:
         self._allocate(16)
 
     def _allocate(self, size: int) -> list[Tensor]:
+        global _allocations
+        counts = host_group(self._group).gather(_allocations)
+        if (
+            counts != counts[:1] * self._size
+        ):  # PyTorch numbers them in each process, and would hang
+            raise RuntimeError("some of the GPUs have shared memory with others before")
+        _allocations += 1
         from torch.distributed import _symmetric_memory as memory
 
         torch.cuda.synchronize(self._device)  # a smaller buffer may be freed next
