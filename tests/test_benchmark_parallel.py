@@ -59,8 +59,10 @@ def check_shared(kernel, function, entry, mode, distance):
 
 
 @pytest.mark.slow
-def test_two_processes(kernel, tmp_path):
+def test_two_processes(kernel, device, tmp_path):
     """A step, a pipeline and decoders."""
+    if device != "cpu":
+        pytest.skip("it needs a build for CPUs")
     process = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("benchmarks/models/bench_parallel.py", "--device", "cpu", "--tiny"),

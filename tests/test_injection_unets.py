@@ -109,6 +109,8 @@ def test_variants(kernel, device, variant, dtype):
     arguments = make(dtype, 1)
     calls = {**OPERATIONS[name], **operations, **NO_KERNEL[dtype]}
     calls = {operation: count for operation, count in calls.items() if count}
+    if variant == "LoRA" and device == "cuda" and dtype == torch.bfloat16:
+        calls["lora_down"] = 48
     assert kernel_calls(forward, model, arguments) == calls
     assert on_kernels(report)["ResnetBlock2D"] == 8
     fallen = (reason for found in fallen_back(report).values() for reason in found)

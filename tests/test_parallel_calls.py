@@ -39,6 +39,13 @@ def count_samples(model):
     return counts
 
 
+def samples_of(layer):
+    """The number of samples in each call of a layer."""
+    counts = []
+    layer.register_forward_hook(lambda *call: counts.append(len(call[2])))
+    return counts
+
+
 class Small(nn.Linear):
     """A model that is traced in no time."""
 
@@ -163,6 +170,22 @@ def test_with_context_parallelism(kernel, rank, ranks):
         assert relative_distance(pipeline(name, model), expected) < CLOSE
         assert_all_on_kernels(report)
         assert sum(counts) == (5 if name == "sd3" else 4 + mesh["guidance"].get_local_rank())
+    # A hook around the forward of the model itself, before and after the kernels.
+    for is_injected_first in (True, False):
+        model = FAMILIES["ltx"].model("cpu", **HEADS)
+        arguments = FAMILIES["ltx"].inputs("cpu", batch=2, text_length=8)
+        expected = run(model, arguments)
+        if is_injected_first:
+            kernel.inject_kernels(model)
+        parallelize(kernel, model, config)
+        if not is_injected_first:
+            kernel.inject_kernels(model)
+        kernel.enable_guidance_parallelism(model, mesh["guidance"])
+        sizes = samples_of(model.proj_in)
+        with torch.no_grad():
+            for _ in range(3):
+                assert relative_distance(run(model, arguments), expected) < CLOSE
+        assert sizes == [2, 1, 1]
     model = FAMILIES["wan"].model("cpu", **HEADS)
     parallelize(kernel, model, config)
     with pytest.raises(RuntimeError, match="group must be other ranks than those of enable_par"):

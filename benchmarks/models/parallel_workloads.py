@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from benchmarks.models.bench_parallel import Run
 
 WEIGHTS = "peaked"
+GUIDANCE = 4.0
 # Kinds of modes. Decoders are injected, and decode the whole at once or in tiles.
 EAGER, INJECTED, GRAPHS = "eager", "injected", "graphs"
 TILED, DEFAULT_TILES = "tiled", "default-tiles"
@@ -115,14 +116,17 @@ def shorten(model: torch.nn.Module, blocks: int | None) -> dict[str, int]:
 
 
 def denoise(model: Any, calls: Sequence[Mapping[str, Any]]) -> Tensor:
-    """One forward, or the two of a step as pipelines with guidance call them."""
+    """One forward, or the two of a step as pipelines with guidance call them. Each rank uses the result."""
     if len(calls) == 1:
-        return models.output_of(model(**calls[0]))
+        output = models.output_of(model(**calls[0]))
+        _ = output.shape  # results that other ranks compute arrive now
+        return output
     outputs = []
     for name, arguments in zip(("cond", "uncond"), calls, strict=True):
         with model.cache_context(name):
             outputs.append(models.output_of(model(**arguments)))
-    return torch.cat(outputs)
+    cond, uncond = outputs
+    return uncond + GUIDANCE * (cond - uncond)
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ class Step:
     has_eager_ulysses: bool = True
     changed_inputs: Mapping[str, object] = field(default_factory=dict)
     text_tokens: int | None = None
-    in_a_row: int = 4
+    in_a_row: int = 10
 
     def modes(self, run: Run, degrees: Sequence[int]) -> list[Mode]:
         kinds = [INJECTED] if run.ranks.is_modelled else run.kinds

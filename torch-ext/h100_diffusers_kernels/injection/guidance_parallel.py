@@ -76,8 +76,12 @@ class _SharedForward(Around):
 
     def __init__(self, model: nn.Module, forward: Any, group: Any) -> None:
         self.model, self.forward, self.dealer = model, forward, Dealer(group)
-        self.__signature__ = inspect.signature(forward)
-        self._names = [*self.__signature__.parameters]
+        of_class = inspect.signature(
+            type(model).forward
+        )  # a hook's wrapper may show it with `self`
+        parameters = [*of_class.parameters.values()][1:]
+        self.__signature__ = of_class.replace(parameters=parameters)
+        self._names = [parameter.name for parameter in parameters]
         # Of each kind of calls: whether ranks share the batch, and leaves and structure of the result, with
         # layout and device of tensors. None if all ranks compute all.
         self._kinds: dict[Hashable, tuple[bool, list[Any], Any] | None] = {}

@@ -109,12 +109,19 @@ def attend_in_parallel(
             f"{bias.shape[1]}"
         )
     everyone, heads = config._flattened_mesh.get_group(), math.prod(query.shape[2:-1])
-    receive_bias = None if bias is None else _gather(bias.float().t(), everyone, key_lengths)
     exchanges_heads = config.ulysses_degree > 1 and sum(key_lengths) > min(query_lengths)
     peers = None
+    if (
+        config.ulysses_degree > 1
+        and (_are_equal(query_lengths) and _are_equal(key_lengths))
+        and not (tracks_derivatives() or torch.compiler.is_compiling())
+    ):
+        peers = peer_memory(config, query.device)
+    gathering_peers = peers if config.ring_degree == 1 else None  # those of Ulysses are all ranks
+    receive_bias = None
+    if bias is not None:
+        receive_bias = _gather(bias.float().t(), everyone, key_lengths, gathering_peers, "bias")
     if exchanges_heads:
-        if _are_equal(query_lengths) and _are_equal(key_lengths) and not tracks_derivatives():
-            peers = None if torch.compiler.is_compiling() else peer_memory(config, query.device)
         receive_query = _send_heads(config, query, query_lengths, heads, peers, "query")
         receive_key = _send_heads(config, key, key_lengths, heads, peers, "key")
         value = _computed(value)
@@ -126,8 +133,11 @@ def attend_in_parallel(
         query, key, value = receive_query(), receive_key(), receive_value()
     if not exchanges_heads or config.ring_degree > 1:
         group = config._ring_mesh.get_group() if exchanges_heads else everyone
-        receive_key = _gather(_tokens_first(key), group, key_lengths)
-        receive_value = _gather(_tokens_first(_computed(value)), group, key_lengths)
+        of_group = (group, key_lengths, gathering_peers)
+        receive_key = _gather(_tokens_first(key), *of_group, "all keys")
+        receive_value = _gather(_tokens_first(_computed(value)), *of_group, "all values")
+        if gathering_peers is not None:
+            gathering_peers.wait()
         key, value = (receive().transpose(0, 1) for receive in (receive_key, receive_value))
     if receive_bias is not None:
         bias = receive_bias().t().contiguous()
@@ -291,8 +301,14 @@ def _copy(target: Tensor, x: Tensor) -> None:
     target.view(torch.complex128).copy_(x.view(torch.complex128))
 
 
-def _gather(x: Tensor, group: Any, lengths: Sequence[int]) -> Callable[[], Tensor]:
-    """Sends x (S of this rank, ...), and returns a function that waits for (S of all ranks, ...)."""
+def _gather(
+    x: Tensor, group: Any, lengths: Sequence[int], peers: PeerMemory | None, name: str
+) -> Callable[[], Tensor]:
+    """Sends x (S of this rank, ...), and returns a function that waits for (S of all ranks, ...). ``peers``,
+    ``name``: see ``_send_heads``."""
+    if peers is not None:
+        buffer = peers.gather(name, x)
+        return lambda: buffer.flatten(0, 1)
     is_padded = not _are_equal(lengths)
     if is_padded:
         x = torch.cat([x, x.new_zeros((max(lengths) - x.shape[0], *x.shape[1:]))])

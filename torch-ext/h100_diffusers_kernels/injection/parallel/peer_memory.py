@@ -3,8 +3,9 @@
 NCCL's all-to-all computes on multiprocessors and reaches a third of NVLink's rate for the activations of a
 picture. These copies run on copy engines, on a stream of their own, beside the computation.
 
-A rank may write to a buffer of another one again after the next barrier, at which the other arrives after it
-has read the buffer. So the buffers of an attention's result are read before the next attention is sent.
+A rank may write to a buffer of another one again after a barrier at which the other arrives after it has read
+the buffer. Between two exchanges of heads there is one: that of the results. Gathers alternate between two
+buffers, so that there is that of the other buffer. The gather of a model's output is one, too.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class PeerMemory:
         self._buffers: dict[str, list[Tensor]] = {}  # of all ranks, in bytes
         self._places: dict[Any, Any] = {}
         self._sent: list[Tensor] = []
+        self._turn = 0
         self._set_up()
 
     def send(self, name: str, parts: Tensor) -> Tensor:
-        """Sends ``parts[r]`` to rank r; parts are contiguous. The ranks' parts for this one will be in the
+        """Sends ``parts[r]`` to rank r; each is contiguous. The ranks' parts for this one will be in the
         result, of the same shape, after ``wait``. Until then the caller does not write to ``parts``."""
         key = name, parts.shape, parts.dtype
         places = self._places.get(key) or self._find_places(key, parts)
@@ -51,10 +53,15 @@ class PeerMemory:
         own.copy_(parts[self._rank])
         return buffer
 
+    def gather(self, name: str, x: Tensor) -> Tensor:
+        """Sends x to all ranks. Their x will be in the result, one after the other, after ``wait``."""
+        return self.send(f"{name} {self._turn}", x.contiguous().expand(self._size, *x.shape))
+
     def wait(self) -> None:
         """Has the current stream wait for all parts that were sent to this rank."""
         self._barrier()
         self._sent.clear()
+        self._turn = 1 - self._turn
 
     def _find_places(self, key: Any, parts: Tensor) -> Any:
         """This rank's buffer, its own part there, and its part in each other rank's."""
