@@ -22,7 +22,7 @@ _callers_stream = ThreadValue()
 @contextlib.contextmanager
 def capturing(device: torch.device) -> Iterator[None]:
     """Marks this thread's calls as being captured, for callers on the current stream."""
-    before, _callers_stream.value = _callers_stream.value, callers_stream(device)
+    before, _callers_stream.value = _callers_stream.value, _current_stream(device)
     try:
         yield
     finally:
@@ -33,10 +33,7 @@ def is_capturing() -> bool:
     return _callers_stream.value is not None
 
 
-def callers_stream(device: torch.device) -> Any:
-    """The stream of this thread's calls, or the one on which they will be replayed."""
-    if _callers_stream.value is not None:
-        return _callers_stream.value
+def _current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else "cpu"
 
 
@@ -59,7 +56,7 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
         )
     ):
         return make()
-    key = (x.device, callers_stream(x.device), *flat)
+    key = (x.device, _current_stream(x.device) if stream is None else stream, *flat)
     entry = call.stand_in.cached
     if entry is None or entry[0] != key:
         # Inference tensors cannot be used by autograd later, and have no version.

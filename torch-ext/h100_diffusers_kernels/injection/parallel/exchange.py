@@ -110,12 +110,9 @@ def attend_in_parallel(
         )
     everyone, heads = config._flattened_mesh.get_group(), math.prod(query.shape[2:-1])
     exchanges_heads = config.ulysses_degree > 1 and sum(key_lengths) > min(query_lengths)
+    may_copy = _are_equal(lengths) and not (tracks_derivatives() or torch.compiler.is_compiling())
     peers = None
-    if (
-        config.ulysses_degree > 1
-        and (_are_equal(query_lengths) and _are_equal(key_lengths))
-        and not (tracks_derivatives() or torch.compiler.is_compiling())
-    ):
+    if config.ulysses_degree > 1 and may_copy:
         peers = peer_memory(config, query.device)
     gathering_peers = peers if config.ring_degree == 1 else None  # those of Ulysses are all ranks
     receive_bias = None
@@ -197,7 +194,7 @@ def received(x: Tensor) -> Tensor:
     return x.wait() if isinstance(x, funcol.AsyncCollectiveTensor) else x
 
 
-def _are_equal(lengths: Sequence[int]) -> bool:
+def _are_equal(lengths: Sequence[Any]) -> bool:
     return all(length == lengths[0] for length in lengths)
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.cache import callers_stream
 from .groups import host_group
 
 logger = logging.getLogger("h100_diffusers_kernels")
@@ -29,7 +28,7 @@ _NAME = "_h100_diffusers_kernels_peers"  # the attribute of a configuration
 
 
 class PeerMemory:
-    """Buffers of the ranks of a group, one for each name, for callers on one stream."""
+    """Buffers of the ranks of a group, one for each name."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -85,20 +84,20 @@ class PeerMemory:
 
     def _set_up(self) -> None:
         self._stream = torch.cuda.Stream(self._device)
+        self._callers_stream = torch.cuda.current_stream(self._device)
         self._limit_ms = int(host_group(self._group).time_limit.total_seconds() * 1e3)
         self._handle: Any = None
         self._allocate(16)
 
     def _allocate(self, size: int) -> list[Tensor]:
-        global _allocations
-        counts = host_group(self._group).gather(_allocations)
-        if (
-            counts != counts[:1] * self._size
-        ):  # PyTorch numbers them in each process, and would hang
-            raise RuntimeError("some of the GPUs have shared memory with others before")
-        _allocations += 1
         from torch.distributed import _symmetric_memory as memory
 
+        global _allocations
+        counts = host_group(self._group).gather(_allocations)
+        if any(count != counts[0] for count in counts):
+            # PyTorch numbers them in each process. It would wait for ranks with other numbers.
+            raise RuntimeError("context parallelism: a GPU has shared memory with others before")
+        _allocations += 1
         torch.cuda.synchronize(self._device)  # a smaller buffer may be freed next
         own = memory.empty(size, dtype=torch.uint8, device=self._device)
         handle: Any = memory.rendezvous(own, self._group.group_name)
@@ -107,7 +106,12 @@ class PeerMemory:
         return [own if rank == self._rank else each for rank, each in enumerate(sizes)]
 
     def _on_stream(self) -> Any:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._callers_stream:
+            if not torch.cuda.is_current_stream_capturing():  # which waits for all streams
+                self._stream.wait_stream(self._callers_stream)  # it may still read the buffers
+            self._callers_stream = stream
+        self._stream.wait_stream(stream)
         return torch.cuda.stream(self._stream)
 
     def _barrier(self) -> None:
@@ -121,36 +125,32 @@ PEERS: dict[str, Any] = {"cuda": PeerMemory}
 
 
 def peer_memory(config: Any, device: torch.device) -> PeerMemory | None:
-    """That of the ranks of Ulysses for callers on the current stream; None if they cannot have one."""
+    """That of the ranks of Ulysses; None if they cannot have one."""
     if device.type not in PEERS:
         return None
-    stream = callers_stream(device)
-    found: dict[Any, Any] = vars(config).setdefault(_NAME, {})
-    if stream not in found:
-        found[stream] = _connect(config._ulysses_mesh.get_group(), device)
-    peers: PeerMemory | None = found[stream]
+    state = vars(config)
+    if _NAME not in state:
+        state[_NAME] = _connect(config._ulysses_mesh.get_group(), device)
+    peers: PeerMemory | None = state[_NAME]
     return peers
 
 
 def _connect(group: Any, device: torch.device) -> PeerMemory | None:
     """Memory that all ranks can write to, or None on all ranks."""
     ranks, here = host_group(group), zlib.crc32(socket.gethostname().encode())
-    others = range(torch.cuda.device_count())
+    others = {*range(torch.cuda.device_count())} - {device.index}
     peers, reason = None, None
     if any(host != here for (host,) in ranks.gather(here)):
         reason = "the GPUs are on several hosts"
-    elif any(
-        i != device.index and not torch.cuda.can_device_access_peer(device, i) for i in others
-    ):
+    elif not all(torch.cuda.can_device_access_peer(device, other) for other in others):
         reason = "a GPU cannot write to the memory of another one"
-    if ranks.gather(reason is None) == [[1]] * dist.get_world_size(group):
+    if all(is_able for (is_able,) in ranks.gather(reason is None)):
         try:
             peers = PEERS[device.type](group, device)
         except (ImportError, AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
-        if ranks.gather(peers is not None) == [[1]] * dist.get_world_size(group):
+        if all(is_able for (is_able,) in ranks.gather(peers is not None)):
             return peers
-    logger.warning(
-        "context parallelism: NCCL exchanges heads: %s", reason or "another rank needs it"
-    )
+    reason = reason or "another GPU needs it"
+    logger.warning("context parallelism: NCCL exchanges heads: %s", reason)
     return None
