@@ -3,6 +3,7 @@
 import copy
 import datetime
 import functools
+from functools import partial
 
 import diffusers
 import pytest
@@ -60,40 +61,49 @@ class Small(nn.Linear):
 # Branches in one batch
 
 
-def shared_inputs():
-    """Inputs of every kind, some with tensors that only happen to be as long as the batch."""
-    for family in FAMILIES.values():
-        model = family.model("cpu", **HEADS)
-        if family.name != "minimax_h3":
-            yield family.name, model, family.inputs("cpu", seed=3, batch=4, text_length=4)
-        else:  # two time steps
-            yield family.name, model, family.inputs("cpu", seed=3)
-    for name in ("unet_of_sdxl", "controlnet", "stable_audio", "cogview4"):
-        small = small_models.BY_NAME[name]
-        yield name, small.model("cpu"), small.arguments("cpu")
-    rope = FAMILIES["cogvideox"].inputs("cpu", batch=8)["image_rotary_emb"]
-    assert len(rope[0]) == 8
-    yield "rope", *inputs_with("cogvideox", batch=8)
-    yield "two prompts", *inputs_with("z_image", prompts=(40, 6))
-    yield "residuals", *inputs_with("flux", controlnet_block_samples=[normal(2, 12, 32)] * 2)
-
-
 def inputs_with(name, **options):
     return FAMILIES[name].model("cpu"), FAMILIES[name].inputs("cpu", seed=3, **options)
 
 
+def inputs_of_family(name):
+    if name == "minimax_h3":  # two time steps
+        return inputs_with(name)
+    return FAMILIES[name].model("cpu", **HEADS), FAMILIES[name].inputs(
+        "cpu", seed=3, batch=4, text_length=4
+    )
+
+
+def small_inputs(name):
+    small = small_models.BY_NAME[name]
+    return small.model("cpu"), small.arguments("cpu")
+
+
+BATCHES = {name: partial(inputs_of_family, name) for name in FAMILIES} | {
+    **{
+        n: partial(small_inputs, n)
+        for n in ("unet_of_sdxl", "controlnet", "stable_audio", "cogview4")
+    },
+    # Tensors that only happen to be as long as the batch.
+    "rope": partial(inputs_with, "cogvideox", batch=8),
+    "two prompts": partial(inputs_with, "z_image", prompts=(40, 6)),
+    "residuals": partial(inputs_with, "flux", controlnet_block_samples=[normal(2, 12, 32)] * 2),
+}
+
+
+@pytest.mark.drawn(times=0, period=5)
+@pytest.mark.parametrize("name", BATCHES)
 @in_ranks
-def test_batch(kernel):
+def test_batch(kernel, name):
     """Each rank computes its share from the second call of a kind on."""
     prepare_rank()
-    for name, model, arguments in shared_inputs():
-        with torch.no_grad():
-            expected = small_models.run(copy.deepcopy(model), arguments)
-            counts = count_samples(model)
-            kernel.enable_guidance_parallelism(model)
-            for _ in range(2):
-                assert relative_distance(small_models.run(model, arguments), expected) < CLOSE, name
-        assert counts[1] == counts[0] // 2, name
+    model, arguments = BATCHES[name]()
+    with torch.no_grad():
+        expected = small_models.run(copy.deepcopy(model), arguments)
+        counts = count_samples(model)
+        kernel.enable_guidance_parallelism(model)
+        for _ in range(2):
+            assert relative_distance(small_models.run(model, arguments), expected) < CLOSE
+    assert counts[1] == counts[0] // 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -102,7 +112,7 @@ def test_batch(kernel):
 
 def pipeline(name, transformer):
     """A call of diffusers' pipeline, without text encoder and autoencoder: the latents after some steps."""
-    config, text = transformer.config, functools.partial(torch.ones, 1)
+    config, text = transformer.config, partial(torch.ones, 1)
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=name == "qwenimage")
     parts = {"transformer": transformer, "scheduler": scheduler, "vae": None}
     more = {"text_encoder": None, "tokenizer": None}
@@ -383,28 +393,34 @@ def tiled(name):
 TILED = [name for name in AUTOENCODERS if "timed" not in name]
 
 
+@pytest.mark.drawn(times=0, period=3)
+@pytest.mark.parametrize("name", TILED)
 @in_ranks
-def test_tiles(kernel, rank):
+def test_tiles(kernel, name):
     """All ranks get the bits of one rank's tiled decode, and each decodes its share of the tiles."""
-    for name in TILED:
-        vae, latents = tiled(name)
-        plain, calls = copy.deepcopy(vae), []
-        for each in (vae, plain):
-            each.decoder.register_forward_hook(lambda *_, calls=calls: calls.append(0))
+    vae, latents = tiled(name)
+    plain, calls = copy.deepcopy(vae), []
+    for each in (vae, plain):
+        each.decoder.register_forward_hook(lambda *_: calls.append(0))
+    kernel.enable_tile_parallelism(vae)
+    with torch.no_grad():
+        expected = plain.decode(latents).sample
+        everything = len(calls)
+        calls.clear()
+        out = vae.decode(latents).sample
+    assert type(out) is torch.Tensor and torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+    shares = [None] * 2
+    dist.all_gather_object(shares, len(calls))
+    assert sum(shares) == everything and everything >= 4
+    assert min(shares) >= everything // 3, shares
+    with pytest.raises(RuntimeError, match="share the tiles"):
         kernel.enable_tile_parallelism(vae)
-        with torch.no_grad():
-            expected = plain.decode(latents).sample
-            everything = len(calls)
-            calls.clear()
-            out = vae.decode(latents).sample
-        assert type(out) is torch.Tensor and torch.equal(out, expected), name
-        assert out.stride() == expected.stride()
-        shares = [None] * 2
-        dist.all_gather_object(shares, len(calls))
-        assert sum(shares) == everything and everything >= 4, name
-        assert min(shares) >= everything // 3, (name, shares)
-        with pytest.raises(RuntimeError, match="share the tiles"):
-            kernel.enable_tile_parallelism(vae)
+
+
+@in_ranks
+def test_injected_tiles(kernel):
+    """On the kernels, with channels last, of a copy; with slices, and with gradients; without tiles."""
     vae, latents = tiled("wan")
     vae.use_tiling = False
     calls = count_samples(vae.decoder)
@@ -412,11 +428,6 @@ def test_tiles(kernel, rank):
     with torch.no_grad():
         vae.decode(latents)
     assert len(calls) == latents.shape[2]  # all ranks decode all
-
-
-@in_ranks
-def test_injected_tiles(kernel):
-    """On the kernels, with channels last, of a copy; with slices, and with gradients."""
     for name in ("kl", "wan"):
         vae, latents = tiled(name)
         kernel.inject_kernels(vae)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from checks import relative_distance
-from families import run
+from families import FAMILIES, run
 from graphs import EmulatedGraph, module_of, use_emulated_graphs
 from ranks import in_ranks
 from test_context_parallel import (
@@ -74,11 +74,9 @@ def of_all_ranks(value):
     return values
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("flux", ULYSSES), ("wan", ULYSSES), ("sd3", ULYSSES), ("ltx", RING), ("qwenimage", RING)],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
+@pytest.mark.drawn(times=0, period=3)
+@pytest.mark.parametrize("how", [ULYSSES, RING], ids=["ulysses", "ring"])
+@pytest.mark.parametrize("name", [name for name in INPUTS if name in FAMILIES])
 @in_ranks
 def test_forwards_are_replayed(kernel, name, how):
     """With one graph for each kind of calls, right after the model in one process."""
