@@ -47,8 +47,12 @@ class Meanwhile:
     def __init__(self, call: Call, function: Callable[[], Any]) -> None:
         self.result: Any = None
         self._function: Callable[[], Any] | None = function
-        config = config_of(getattr(call.stand_in.injection.model(), "_parallel_config", None))
-        if config is None or torch.compiler.is_compiling():
+        self._outer: Any = None
+        self._may_wait = not torch.compiler.is_compiling() and (
+            config_of(getattr(call.stand_in.injection.model(), "_parallel_config", None))
+            is not None
+        )
+        if not self._may_wait:
             self.compute()
 
     def compute(self) -> None:
@@ -57,13 +61,15 @@ class Meanwhile:
             self.result = function()
 
     def __enter__(self) -> Meanwhile:
-        self._outer, _meanwhile.value = _meanwhile.value, self
+        if self._may_wait:
+            self._outer, _meanwhile.value = _meanwhile.value, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        _meanwhile.value = self._outer
-        if error[0] is None:
-            self.compute()
+        if self._may_wait:
+            _meanwhile.value = self._outer
+            if error[0] is None:
+                self.compute()
 
 
 _meanwhile = ThreadValue()
