@@ -30,12 +30,6 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 from benchmarks.harness import history  # noqa: E402
 
-SPLITS = (
-    "guidance",
-    "ring",
-    "ulysses",
-    "tiles",
-)  # what ranks share, in results of bench_parallel.py
 Label = tuple[str, ...]  # the row, then the ratio's denominator
 
 
@@ -283,7 +277,7 @@ def of_parallel(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         modes = {mode: measured for mode, measured in entry["modes"].items() if "ms" in measured}
         details = (entry.get("part"), entry["model"], entry["size"], entry.get("precision"))
         for mode, measured in modes.items():
-            gpus = math.prod(measured.get(name, 1) for name in SPLITS)
+            gpus = history.degree_of(measured)
             eager = "eager" if gpus == 1 else f"eager+ulysses{gpus}"
             one_gpu = measured.get("one_gpu", "injected")
             others = (eager, eager, "over_eager"), ("one GPU", one_gpu, "speedup")

@@ -8,6 +8,7 @@ Older ones are in Git's history. Related benchmarks, such as models/flux and mod
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ IN_PARTS = (
     *("pipelines", "few_steps", "decoders"),
 )
 LINE = 200  # characters: what fits is not broken into several lines
+# What ranks share in a mode of bench_parallel.py, in the order of a mesh.
+SPLITS = ("guidance", "ring", "ulysses", "tiles")
 
 
 def card(environment: Mapping) -> str:
@@ -57,6 +60,11 @@ def compact(value: object) -> str:
         parts = (f"{json.dumps(key)}:{compact(part)}" for key, part in value.items())
         return "{" + ",\n".join(parts) + "}"
     return "[" + ",\n".join(map(compact, value)) + "]"
+
+
+def degree_of(measured: Mapping) -> int:
+    """The number of GPUs of a mode's entry in a result."""
+    return math.prod(measured.get(name, 1) for name in SPLITS)
 
 
 def store(name: str, result: Mapping, results: Path = RESULTS) -> None:

@@ -13,9 +13,9 @@ import datetime
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import click
@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.harness import timing
+from benchmarks.harness.history import SPLITS
 
 # Collectives after which the ranks no longer wait for one that is gone.
 TIMEOUT = datetime.timedelta(minutes=2)
-SPLITS = ("guidance", "ring", "ulysses", "tiles")  # what ranks share, in the order of a mesh
 
 Result = TypeVar("Result")
 
@@ -60,11 +60,6 @@ class Mode:
 
     def __str__(self) -> str:
         return "+".join([self.kind, *(f"{k}{n}" for k, n in self.degrees.items() if n > 1)])
-
-
-def degree_of(measured: Mapping[str, Any]) -> int:
-    """The number of GPUs of a mode's entry in a result."""
-    return math.prod(measured.get(name, 1) for name in SPLITS)
 
 
 def degrees_up_to(count: int) -> list[int]:

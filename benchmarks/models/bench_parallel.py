@@ -50,8 +50,9 @@ from tabulate import tabulate
 
 from benchmarks import models
 from benchmarks.harness import clocks, cuda_graphs, kernel_times, record, timing
-from benchmarks.harness.options import DEVICE, DTYPE, TINY
-from benchmarks.harness.ranks import Mode, Ranks, degree_of, degrees_up_to, process_group
+from benchmarks.harness.history import degree_of
+from benchmarks.harness.options import DEVICE, DTYPE, TINY, Named
+from benchmarks.harness.ranks import Mode, Ranks, degrees_up_to, process_group
 from benchmarks.models.modelled_link import LINK_BYTES_PER_S, Link, copies
 from benchmarks.models.parallel_workloads import (
     EAGER,
@@ -340,23 +341,6 @@ class Degrees(click.ParamType):
         return degrees
 
 
-class Names(click.ParamType):
-    """Comma-separated, of known names."""
-
-    name = "names"
-
-    def __init__(self, known: Sequence[str]) -> None:
-        self.known = tuple(dict.fromkeys(known))
-
-    def convert(self, value, param, ctx) -> list[str]:
-        if isinstance(value, list):
-            return value
-        names = value.split(",")
-        if unknown := sorted(set(names) - set(self.known)):
-            self.fail(f"must be of {', '.join(self.known)}, got {unknown[0]!r}", param, ctx)
-        return names
-
-
 def chosen(parts: Sequence[str], names: Sequence[str] | None, is_modelled: bool) -> list[Workload]:
     """The workloads of these parts and names; by default those of a complete benchmark."""
     known = [workload for workload in WORKLOADS if workload.part in parts]
@@ -368,7 +352,7 @@ def chosen(parts: Sequence[str], names: Sequence[str] | None, is_modelled: bool)
     return [workload for name in names for workload in known if workload.name == name]
 
 
-MODEL_NAMES = Names([workload.name for workload in WORKLOADS])
+MODEL_NAMES = Named("models", {workload.name: workload.name for workload in WORKLOADS})
 
 
 @click.command()
@@ -378,7 +362,7 @@ MODEL_NAMES = Names([workload.name for workload in WORKLOADS])
 @click.option(
     "--only",
     "parts",
-    type=Names(PARTS),
+    type=Named("parts", {part: part for part in PARTS}),
     default=",".join(PARTS),
     show_default=True,
     help="Comma-separated.",

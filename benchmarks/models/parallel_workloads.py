@@ -334,7 +334,7 @@ WHOLE_PIPELINES = (
 
 
 def tile_in_four(vae: Any, z: Tensor, overlap: int) -> None:
-    """Tiled decoding in two rows of two tiles, as many as GPUs, that overlap by so many latents.
+    """Tiled decoding in two rows of two tiles, one for each of four GPUs, with this overlap in latents.
 
     A tile begins a stride after the one before it. Wan's 60 by 104 latents have tiles of 34 by 56, which are
     272 by 448 pixels, and strides of 30 by 52. diffusers' own tiles would be 15, and overlap by a quarter.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import models
 from benchmarks.harness import history
-from benchmarks.harness.ranks import degree_of
+from benchmarks.harness.history import degree_of
 
 import accuracy
 

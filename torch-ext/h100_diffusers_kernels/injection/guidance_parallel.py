@@ -76,9 +76,8 @@ class _SharedForward(Around):
 
     def __init__(self, model: nn.Module, forward: Any, group: Any) -> None:
         self.model, self.forward, self.dealer = model, forward, Dealer(group)
-        of_class = inspect.signature(
-            type(model).forward
-        )  # a hook's wrapper may show it with `self`
+        # A hook's wrapper may show the signature with `self`.
+        of_class = inspect.signature(type(model).forward)
         parameters = [*of_class.parameters.values()][1:]
         self.__signature__ = of_class.replace(parameters=parameters)
         self._names = [parameter.name for parameter in parameters]

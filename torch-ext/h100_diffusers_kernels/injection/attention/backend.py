@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import operations
 from ...operations.conditions import attention_takes, kernels_run_on
 from ..core.checks import class_name
-from ..parallel.exchange import attend_in_parallel, config_of
+from ..parallel.exchange import attend_in_parallel, config_of, config_of_model
 from .decision import (
     BACKEND_NAME,
     DISPATCH_MODULE,
@@ -97,7 +97,7 @@ def why_not_own_in_parallel(stand_in: Any) -> str | None:
     """Why an attention's own code cannot run under its model's context parallelism: it would attend to other
     tokens than this package's."""
     processor = getattr(stand_in.module(), "processor", None)
-    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    config = config_of_model(stand_in.injection.model())
     splits_masks = getattr(stand_in.spec, "splits_masks", True)
     is_known = splits_masks and hasattr(processor, "_parallel_config")
     if processor is None or config is None or is_known:
@@ -116,7 +116,7 @@ def run_own_in_parallel(run: Callable, stand_in: Any) -> Any:
     reason = why_not_own_in_parallel(stand_in)
     if reason is not None:
         raise RuntimeError(reason)
-    config = config_of(getattr(stand_in.injection.model(), "_parallel_config", None))
+    config = config_of_model(stand_in.injection.model())
     processor: Any = getattr(stand_in.module(), "processor", None)
     if config is None or processor._attention_backend is not None or not is_native(processor, True):
         return run()

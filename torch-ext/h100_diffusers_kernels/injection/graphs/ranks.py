@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..parallel.exchange import config_of
+from ..parallel.exchange import config_of_model
 from ..parallel.groups import host_group
 
 NO_GRAPH, CAPTURE = -1, 0  # instead of the number of the graph that a rank would replay
@@ -30,7 +30,7 @@ class Ranks:
     """
 
     def __init__(self, model: nn.Module | None) -> None:
-        config = config_of(getattr(model, "_parallel_config", None))
+        config = config_of_model(model)
         self._group: Any = None
         if config is not None:
             self._group = host_group(config._flattened_mesh.get_group())

@@ -36,6 +36,11 @@ def config_of(parallel_config: Any) -> Any:
     return getattr(parallel_config, "context_parallel_config", None)
 
 
+def config_of_model(model: Any) -> Any:
+    """The context parallelism that ``enable_parallelism`` set on a model, or None."""
+    return config_of(getattr(model, "_parallel_config", None))
+
+
 class Meanwhile:
     """Computes ``function()`` within ``with``, while the tensors of this thread's next attention are on their
     way to other ranks; at once if there are none.
@@ -49,8 +54,7 @@ class Meanwhile:
         self._function: Callable[[], Any] | None = function
         self._outer: Any = None
         self._may_wait = not torch.compiler.is_compiling() and (
-            config_of(getattr(call.stand_in.injection.model(), "_parallel_config", None))
-            is not None
+            config_of_model(call.stand_in.injection.model()) is not None
         )
         if not self._may_wait:
             self.compute()
