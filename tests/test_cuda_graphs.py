@@ -618,22 +618,24 @@ def test_tensors_outside_of_modules(pair, events, monkeypatch, how):
     pair.call()
 
 
-class Setting(OwnLinear):
-    """The first call changes PyTorch's settings, as the first attention on a GPU does."""
+def test_the_first_attention_of_a_process(kernel, pair, monkeypatch):
+    """On a GPU it changes PyTorch's order of attentions. A pipeline has it in its first decode."""
+    graphs, order = module_of(kernel, "graphs.cuda_graphs"), ["flash", "cudnn"]
+    choose = torch._fused_sdp_choice
 
-    def forward(self, x):
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-        return self.linear(x)
+    def first_choice(*tensors):
+        order.sort()
+        return choose(*tensors)
 
-
-def test_settings_that_the_first_call_makes(pair):
-    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
-    pair.both(replace_proj_in(Setting))
-    try:
-        assert pair.captured() == 3
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", first_choice)
+    monkeypatch.setattr(graphs, "_getters", (*graphs._getters, lambda: list(order)))
+    graphs._settle.cache_clear()
+    pair.captured()
+    x = torch.ones(1, 1, 8, 8)
+    torch._fused_sdp_choice(x, x, x)  # as scaled_dot_product_attention does
+    replayed = pair.calls.replayed
+    pair.call()
+    assert pair.calls.replayed == replayed + 1
 
 
 # ------------------------------------------------------------------------------------------------

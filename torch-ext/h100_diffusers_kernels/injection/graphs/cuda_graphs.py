@@ -86,6 +86,7 @@ class GraphedStandIn(StandIn):
                 _refuse_modes()
                 call = read_arguments(args, kwargs)
                 _refuse_device(call.tensors[0].device)
+                _settle(call.tensors[0].device)
                 key = (_settings(), call.key)
                 return self._replay_or_capture(module, key, call, ranks)
             except CannotCapture as refusal:
@@ -100,9 +101,8 @@ class GraphedStandIn(StandIn):
             self._count(reason)
         result = self._run(*args, **kwargs)
         if key is not None:
-            # PyTorch's first calls change its settings, such as the order of attentions.
             with lock:
-                self._look(module, (_settings(), call.key))
+                self._look(module, key)
         return result
 
     def taken_out(self) -> None:
@@ -295,6 +295,14 @@ _getters = (
 )
 # Whether float32 matmuls may use TF32. The public names raise if their values contradict each other.
 _PRECISIONS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
+
+
+@functools.cache
+def _settle(device: torch.device) -> None:
+    """PyTorch's first choice of an attention on a GPU changes the order of its attentions. Otherwise a
+    pipeline's first decode would do so, after the first graphs."""
+    x = torch.empty(1, 1, 64, 64, device=device, dtype=torch.bfloat16)
+    torch._fused_sdp_choice(x, x, x)
 
 
 def _settings() -> Hashable:
