@@ -620,7 +620,7 @@ def test_tensors_outside_of_modules(pair, events, monkeypatch, how):
 
 def test_the_first_attention_of_a_process(kernel, pair, monkeypatch):
     """On a GPU it changes PyTorch's order of attentions. A pipeline has it in its first decode."""
-    graphs, order = module_of(kernel, "graphs.cuda_graphs"), ["flash", "cudnn"]
+    module, order = module_of(kernel, "graphs.cuda_graphs"), ["flash", "cudnn"]
     choose = torch._fused_sdp_choice
 
     def first_choice(*tensors):
@@ -628,8 +628,8 @@ def test_the_first_attention_of_a_process(kernel, pair, monkeypatch):
         return choose(*tensors)
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", first_choice)
-    monkeypatch.setattr(graphs, "_getters", (*graphs._getters, lambda: list(order)))
-    graphs._settle.cache_clear()
+    monkeypatch.setattr(module, "_getters", (*module._getters, lambda: list(order)))
+    module._settle.cache_clear()
     pair.captured()
     x = torch.ones(1, 1, 8, 8)
     torch._fused_sdp_choice(x, x, x)  # as scaled_dot_product_attention does
