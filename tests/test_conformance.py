@@ -231,6 +231,7 @@ def part_steps(family, twins, kind):
     yield step("wrap_forward", module=path)
 
 
+@pytest.mark.drawn(times=0, period=15)
 @of_families(lambda family: family.parts, *IN_PART)
 def test_parts(device, family, case):
     with Twins(family.name, device=device) as twins:
@@ -406,6 +407,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(times=0)
 @pytest.mark.parametrize(("case", "family", "dtype"), CASES)
 def test_actions(device, case, family, dtype):
     with Twins(family, dtype=dtype, device=device) as twins:

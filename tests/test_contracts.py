@@ -128,6 +128,7 @@ def test_opcheck(kernel, device, call, layout, dtype, has_optional):
     check_operator(kernel, device, call, layout, dtype, has_optional, *checks)
 
 
+@pytest.mark.drawn(times=0, period=6)
 @pairwise(**OPCHECKED, has_optional=[True, False])
 def test_opcheck_of_aot_dispatch(kernel, device, call, layout, dtype, has_optional):
     """With symbolic sizes: nearly all the time of the checks."""
@@ -212,6 +213,7 @@ def check_compiled(call, make_arguments, backend="eager"):
         assert_same_bits(given, expected)
 
 
+@pytest.mark.drawn(times=0, period=5)
 @pairwise(name=CALLS, layout=["contiguous", "chunk"], requires_grad=[False, True])
 def test_compile_without_graph_break_or_recompilation(kernel, device, name, layout, requires_grad):
     dtype = torch.bfloat16

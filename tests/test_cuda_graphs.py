@@ -73,6 +73,7 @@ def test_replays_have_the_same_bits(graphs, device, family, dtype):  # noqa: F81
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(outs, 2))
 
 
+@pytest.mark.drawn(times=0, period=3)
 @every_captured
 def test_every_variant_of_inputs(graphs, device, family):  # noqa: F811
     pair = Pair(graphs, family, device, config=family.one_block, max_cuda_graphs=16)

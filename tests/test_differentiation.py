@@ -184,6 +184,7 @@ def test_double_backward(kernel, device, name):
         assert error <= tolerance * expected.norm() + 1e-6, f"{i}: {error:.3g}"
 
 
+@pytest.mark.drawn(times=0, period=3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_compiled_gradients(kernel, device, name):
     function, arguments = small_call(kernel, device, name)
@@ -290,6 +291,7 @@ def test_tangent_of_each_input_alone(kernel, device, name, mode):
             assert any(tangent is not None and tangent.any() for tangent in tangents)
 
 
+@pytest.mark.drawn(times=0, period=3)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_jvp_compiled(kernel, device, name):
     function, arguments = small_call(kernel, device, name)

@@ -118,7 +118,7 @@ def assert_float32_is_close(result, plain_result, exact):
         assert relative_distance(mine, true) <= allowed
 
 
-@pytest.mark.drawn(times=0, period=4)
+@pytest.mark.drawn(times=0, period=8)
 @every_class
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=["bfloat16", "float32"])
 def test_injected_and_ejected(kernel, device, name, dtype):

@@ -380,6 +380,7 @@ def test_no_derivatives(kernel, device, name, argument):
         assert_same_values(out, one)
 
 
+@pytest.mark.drawn(times=0, period=4)
 @pytest.mark.parametrize(
     ("name", "argument"), [case for case in OF_TENSORS if case[0] in OPERATORS]
 )
@@ -403,6 +404,7 @@ def test_no_transforms(kernel, device, name):
         call(arguments[first])
 
 
+@pytest.mark.drawn(times=0, period=3)
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("name", PLAIN_CALLS)
 def test_compile(kernel, device, name, is_dynamic):
@@ -680,6 +682,7 @@ def test_mistakes(kernel, device, name, argument, number):
     memory.assert_unchanged()
 
 
+@pytest.mark.drawn(times=0, period=3)
 @every_mistake
 def test_mistakes_when_traced(kernel, device, name, argument, number):
     function, arguments, expected = wrong_call(kernel, device, name, argument, number)

@@ -49,6 +49,7 @@ def products_on_kernels(kernel):
     rows.update(before)
 
 
+@pytest.mark.drawn(times=0, period=3)
 @every_family
 def test_active_adapters(kernel, device, family, peft_calls):
     model, plain, arguments = prepared(family, device)
@@ -120,6 +121,7 @@ AT_REST = {
 }
 
 
+@pytest.mark.drawn(times=0, period=5)
 @every_family
 @pytest.mark.parametrize("state", AT_REST)
 def test_adapters_at_rest_cost_nothing(kernel, device, family, state, peft_calls, monkeypatch):

@@ -132,6 +132,7 @@ def test_quantized(kernel, device, family, precision):
     assert stand_ins == quantized
 
 
+@pytest.mark.drawn(times=0, period=6)
 @both
 @every_family
 def test_values(kernel, device, family, precision):

@@ -217,6 +217,7 @@ def check_replicated_models(kernel, rank):
         assert torch.equal(values, others)
 
 
+@pytest.mark.drawn(times=0, period=3)
 @pytest.mark.parametrize(
     "check", [check_sharded_weights, check_sharded_families, check_replicated_models]
 )
