@@ -22,7 +22,7 @@ from benchmarks.models.parallel_workloads import DECODINGS, STEPS, WHOLE_PIPELIN
 from benchmarks.operations import bench_attention_int8, bench_attention_lse
 
 import compare_results
-from benchmark_results import ENVIRONMENT, load, rows_of, store
+from benchmark_results import ENVIRONMENT, load, rendered, rows_of, store
 from conftest import CHECKOUT
 from processes import run
 from ranks import in_ranks
@@ -394,6 +394,10 @@ def test_tables_of_gpus(tmp_path):
         [WAN, "ring 2 × Ulysses 2", "", "5.0 ms", "", "2.40×", "60%", ""],
     ]
     assert [row[0] for row in rows[3:]] == ["LTX, 257 frames 704×1216"] * 3
+    two = entry_of({Mode("injected"): 9.0}, model="SD", size="1024x1024", degrees=[2])
+    store(tmp_path, "parallel", {"environment": ENVIRONMENT, "gpus": 2, "parallel": [two]})
+    tables = rendered(tmp_path, "parallel").split("\n\n")
+    assert ["SD" in table for table in tables if table.startswith("|")] == [True, False]
     assert rows_of(tmp_path, "parallel_pipelines") == []
 
 

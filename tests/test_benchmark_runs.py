@@ -589,6 +589,10 @@ def test_a_result_replaces_the_cards_older_one(tmp_path):
         command = f"python benchmarks/models/bench_decoders.py{options}"
         history.store("decoders", made_up(H100, minute, command), tmp_path)
     assert len(history.kept("decoders", tmp_path)) == 2
+    for minute, gpus in ((10, 4), (11, 2), (12, 2)):
+        command = "torchrun benchmarks/models/bench_parallel.py"
+        history.store("parallel", made_up(H100, minute, command, gpus=gpus), tmp_path)
+    assert [result["gpus"] for result in history.kept("parallel", tmp_path)] == [4, 2]
 
 
 def test_shown_is_the_newest_of_a_gpu(tmp_path):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-# Of these a run may measure a part: a new result replaces only one with the same options.
+# Of these a run may measure a part: a new result replaces only one of as many GPUs with the same options.
 IN_PARTS = (
     *("models", "cuda_graphs", "host", "parallel", "adapters"),
     *("pipelines", "few_steps", "decoders"),
@@ -87,7 +87,7 @@ def replaced(name: str, result: Mapping, stored: Sequence[Mapping]) -> list[Mapp
         environment, has_parts = result["environment"], name.partition("/")[0] in IN_PARTS
         # The script's path may change.
         options = environment["command"].partition(".py")[2] if has_parts else ""
-        return result.get("name"), card(environment), options
+        return result.get("name"), card(environment), result.get("gpus"), options
 
     return [other for other in stored if identity(other) == identity(result)]
 

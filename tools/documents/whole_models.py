@@ -464,12 +464,17 @@ def rendered(
     headers: list[str],
     rows: Callable[[dict], Iterable[list[str]]],
 ) -> str:
-    """A table of the entries of a part, with rows of each; nothing if none is measured."""
+    """A table of the entries of a part for each number of GPUs of a machine, with rows of each entry."""
     measured = there(gathered(results, name), name)
-    entries = entries_of(measured, part)
-    runs = [run for run in measured["runs"] if any(entry in run["parallel"] for entry in entries)]
-    lines = [[label_of(entry), *row] for entry in entries for row in rows(entry)]
-    return markdown(lines, headers) + setup(*runs) if lines else ""
+    of_gpus: dict[int, list[dict]] = {}
+    for entry in entries_of(measured, part):
+        of_gpus.setdefault(0 if name == MODELLED else max(entry["degrees"]), []).append(entry)
+    tables = []
+    for _, entries in sorted(of_gpus.items()):
+        runs = [run for run in measured["runs"] if any(e in run["parallel"] for e in entries)]
+        lines = [[label_of(entry), *row] for entry in entries for row in rows(entry)]
+        tables.append(markdown(lines, headers) + setup(*runs))
+    return "\n\n".join(tables)
 
 
 @table
