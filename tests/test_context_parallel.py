@@ -505,24 +505,41 @@ def use_shared_files(kernel, folder):
     return SharedFiles
 
 
+# The inputs of families, and the buffers of what is gathered, unless there is a ring. Gathers take turns.
+WITH_PEERS = {
+    "flux": ({}, set()),
+    "wan": ({}, set()),
+    "hunyuan_video": ({}, {"bias 0"}),
+    "qwenimage": ({}, set()),
+    "ltx": (
+        {"tokens": 5},
+        {f"{each} {i}" for each in ("all keys", "all values", "bias") for i in (0, 1)},
+    ),
+}
+
+
 @pytest.mark.parametrize(("ranks", "how"), [(2, ULYSSES), (4, BOTH)], ids=["ulysses", "both"])
 @in_ranks
 def test_peer_memory(kernel, how, ranks, tmp_path):
     """The same bits as by collectives, for more tokens in larger buffers, and for fewer in the same."""
     prepare_rank()
-    for name in ("flux", "wan", "hunyuan_video", "qwenimage", "ltx"):
+    module = module_of(kernel, "parallel.peer_memory")
+    for name, (options, gathered) in WITH_PEERS.items():
         family, model, _ = model_of(name)
         kernel.inject_kernels(model)
         parallelize(kernel, model, how)
-        options = INPUTS[name][0]
         calls = [inputs_of(family, options=options | {"batch": batch}) for batch in (1, 2, 1)]
         expected = [run(model, arguments) for arguments in calls]
         files = use_shared_files(kernel, tmp_path)
         with torch.no_grad():
             for arguments, output in zip(calls, expected, strict=True):
                 torch.testing.assert_close(run(model, arguments), output, rtol=0, atol=0)
-        assert len(files.sizes) > 7
-        del module_of(kernel, "parallel.peer_memory").PEERS["cpu"]
+        config = model._parallel_config.context_parallel_config
+        buffers = module.peer_memory(config, torch.device("cpu"))._buffers
+        names = {"query", "key", "value", "result"}
+        assert buffers.keys() == (names if how == BOTH else names | gathered), name
+        assert len(files.sizes) == 2 * len(buffers)
+        del module.PEERS["cpu"]
 
 
 @in_ranks

@@ -468,6 +468,7 @@ def rendered(
     measured = there(gathered(results, name), name)
     of_gpus: dict[int, list[dict]] = {}
     for entry in entries_of(measured, part):
+        # Modelled ranks were one GPU each time.
         of_gpus.setdefault(0 if name == MODELLED else max(entry["degrees"]), []).append(entry)
     tables = []
     for _, entries in sorted(of_gpus.items()):
