@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "elements.h"
 #include "functions.h"
@@ -18,7 +19,7 @@
 
 namespace h100_diffusers_kernels {
 
-constexpr int64_t kQueries = 64;
+constexpr int64_t kQueries = 64;  // Blocks of KeyBlocks are multiples of both.
 constexpr int64_t kKeys = 64;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -26,6 +27,32 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline int64_t number_of_keys(const AttentionParams& p, int64_t batch) {
   if (p.key_lengths == nullptr) return p.key_length;
   return std::clamp<int64_t>(p.key_lengths[batch], 0, p.key_length);
+}
+
+// How a query block attends to a key block.
+enum class Attended : char { kNone, kWithinBounds, kWhole };
+
+// Sets the key blocks in the query block's list.
+inline void mark_listed(const KeyBlockList& list, int64_t batch, int64_t head, int64_t query_block,
+                        Attended value, std::vector<Attended>& attended) {
+  if (list.counts == nullptr) return;
+  const int64_t row = batch * list.strides[0] + head * list.strides[1] + query_block;
+  const int32_t* indices = list.indices + row * list.columns;
+  const int64_t count = std::clamp<int64_t>(list.counts[row], 0, list.columns);
+  for (int64_t i = 0; i < count; ++i)
+    if (indices[i] >= 0 && indices[i] < static_cast<int64_t>(attended.size())) attended[indices[i]] = value;
+}
+
+// Sets how the query block that begins at `first_query` attends to each key block.
+inline void mark_attended(const AttentionParams& p, int64_t batch, int64_t head, int64_t first_query,
+                          std::vector<Attended>& attended) {
+  const KeyBlocks& blocks = p.blocks;
+  const bool is_listed = blocks.bounded.counts != nullptr || blocks.full.counts != nullptr;
+  attended.assign((p.key_length + blocks.key_rows - 1) / blocks.key_rows,
+                  is_listed ? Attended::kNone : Attended::kWithinBounds);
+  const int64_t query_block = first_query / blocks.query_rows;
+  mark_listed(blocks.bounded, batch, head, query_block, Attended::kWithinBounds, attended);
+  mark_listed(blocks.full, batch, head, query_block, Attended::kWhole, attended);
 }
 
 // Working memory of one thread. Missing queries of a block are computed as zeros.
@@ -37,6 +64,7 @@ struct Scratch {
   float out[kMaxAttentionHeadDim][kQueries];
   float largest[kQueries];
   float total[kQueries];
+  std::vector<Attended> attended;
 };
 
 // Returns a probability, at most 1, rounded to E4M3 as if 1 were 2^7.
@@ -91,6 +119,18 @@ struct QueryBlock {
       std::fill_n(score, kQueries, 0.0f);
       add_product(s.key[key], 1, s.query, columns(), score);
       for (int64_t query = 0; query < kQueries; ++query) score[query] = score[query] * p.scale + bias[key];
+    }
+  }
+
+  // Sets the scores of keys outside of each query's bounds to -infinity.
+  void apply_bounds(int64_t first_key, int64_t keys) const {
+    const KeyBlocks& blocks = p.blocks;
+    if (blocks.bounds == nullptr) return;
+    const int64_t row = batch * blocks.bounds_strides[0] + head * blocks.bounds_strides[1] + first;
+    for (int64_t query = 0; query < count(); ++query) {
+      const int32_t* bounds = blocks.bounds + (row + query) * 2;
+      for (int64_t key = 0; key < keys; ++key)
+        if (first_key + key < bounds[0] || first_key + key >= bounds[1]) s.score[key][query] = -kInfinity;
     }
   }
 
@@ -153,11 +193,16 @@ struct QueryBlock {
     std::fill_n(&s.out[0][0], p.head_dim * kQueries, 0.0f);
     std::fill_n(s.largest, kQueries, -kInfinity);
     std::fill_n(s.total, kQueries, 0.0f);
+    if (p.blocks.is_given) mark_attended(p, batch, head, first, s.attended);
     for (int64_t first_key = 0; first_key < key_length; first_key += kKeys) {
+      const Attended attended =
+          p.blocks.is_given ? s.attended[first_key / p.blocks.key_rows] : Attended::kWhole;
+      if (attended == Attended::kNone) continue;
       const int64_t keys = std::min(kKeys, key_length - first_key);
       load_keys(p.k, first_key, keys, s.key);
       load_keys(p.v, first_key, keys, s.value);
       compute_scores(first_key, keys);
+      if (attended == Attended::kWithinBounds) apply_bounds(first_key, keys);
       compute_exponentials(keys);
       for (int64_t d = 0; d < p.head_dim; ++d)
         add_product(&s.value[0][d], kMaxAttentionHeadDim, s.score, keys, s.out[d]);

@@ -373,6 +373,8 @@ void softmax(const SoftmaxParams& params, Stream stream);
 // Largest number of queries (of all heads and samples) and of keys in one launch. Kernels count them in an
 // int, beyond the last tile too, so this is half of an int's range.
 constexpr int64_t kMaxAttentionRows = int64_t{1} << 30;
+// With lists of key blocks a kernel keeps a byte for each 64 keys in shared memory.
+constexpr int64_t kMaxListedKeys = int64_t{1} << 23;
 constexpr int64_t kAttentionHeadDimStep = 8, kMaxAttentionHeadDim = 128;
 
 // Query, key, value or addend, (batch, seq, heads, head_dim), or the gate, (batch, seq, heads). The strides
@@ -394,6 +396,25 @@ struct AttentionOutput {
   constexpr int64_t offset(int64_t batch, int64_t seq, int64_t head) const {
     return batch * strides[0] + seq * strides[1] + head * strides[2];
   }
+};
+
+// The keys that each query attends to, by blocks: the layout of PyTorch's BlockMask. A block of query_rows
+// queries has a list of blocks of key_rows keys; both sizes are 64 or 128. Values beyond the count of a list,
+// and those that are no block, have no effect; counts are clamped to 0 ... columns.
+struct KeyBlockList {
+  const int32_t* counts;   // (batch or 1, heads or 1, query blocks), contiguous; may be null: no list
+  const int32_t* indices;  // (batch or 1, heads or 1, query blocks, columns), contiguous
+  int64_t columns;
+  int64_t strides[2];  // of batch and head, in query blocks; 0 broadcasts
+};
+struct KeyBlocks {
+  bool is_given;
+  int32_t query_rows, key_rows;
+  KeyBlockList bounded, full;  // without both lists all blocks are bounded ones
+  // (batch or 1, heads or 1, query_length, 2), contiguous: in bounded blocks a query attends to the keys from
+  // the first value up to, but not including, the second. Null: to all.
+  const int32_t* bounds;
+  int64_t bounds_strides[2];  // of batch and head, in queries; 0 broadcasts
 };
 
 // out = softmax(scale * q k^T + key_bias) v * gate + addend, over the first key_lengths[batch] keys. Query
@@ -419,6 +440,7 @@ struct AttentionParams {
   AttentionOperand addend;     // data may be null
   float* lse;                  // (batch, query_length, heads), contiguous; may be null
   void* workspace;             // as long as the launcher asks for, aligned to 256 bytes
+  KeyBlocks blocks;
 };
 
 // Returns the workspace size of the launch.

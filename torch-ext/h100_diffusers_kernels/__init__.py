@@ -12,6 +12,7 @@ from .injection import (
 )
 from .operations import (
     CoordinateRope,
+    KeyBlocks,
     attention,
     attention_int8,
     channel_rms_norm,
@@ -55,6 +56,7 @@ from .operations import (
 __all__ = [
     "CoordinateRope",
     "InjectionReport",
+    "KeyBlocks",
     "attention",
     "attention_int8",
     "channel_rms_norm",

@@ -99,6 +99,71 @@ void set_gate(AttentionParams& params, const ArgumentChecker& check, const Tenso
   params.gate_is_float32 = gate.scalar_type() == ScalarType::Float;
 }
 
+int64_t blocks_of(int64_t length, int64_t rows) { return (length + rows - 1) / rows; }
+
+// Checks an int32 tensor (batch or 1, heads or 1, ...), contiguous. Sets the strides of batch and head.
+void check_of_heads(const AttentionParams& params, const ArgumentChecker& check, const char* name,
+                    const Tensor& tensor, std::initializer_list<int64_t> inner, int64_t (&strides)[2]) {
+  check.same_device(name, tensor);
+  if (tensor.scalar_type() != ScalarType::Int)
+    fail(check.operation(), name, " must be int32, got ", dtype_name(tensor.scalar_type()));
+  const auto is_1_or = [](int64_t size, int64_t count) { return size == 1 || size == count; };
+  const std::span<const int64_t> sizes = tensor.sizes();
+  if (sizes.size() != 2 + inner.size() || !is_1_or(sizes[0], params.batch) ||
+      !is_1_or(sizes[1], params.heads) || !std::ranges::equal(sizes.subspan(2), inner)) {
+    std::string shape = "(1 or " + std::to_string(params.batch) + ", 1 or " + std::to_string(params.heads);
+    for (const int64_t size : inner) shape += ", " + std::to_string(size);
+    fail(check.operation(), name, " must have shape ", shape, "), got ", to_string(sizes));
+  }
+  check.contiguous(name, tensor);
+  const int64_t rows = *inner.begin();
+  strides[0] = sizes[0] == 1 ? 0 : sizes[1] * rows;
+  strides[1] = sizes[1] == 1 ? 0 : rows;
+}
+
+void set_block_list(AttentionParams& params, const ArgumentChecker& check, const char* counts_name,
+                    const OptionalTensor& counts, const char* indices_name, const OptionalTensor& indices,
+                    KeyBlockList& list) {
+  if (counts.has_value() != indices.has_value())
+    fail(check.operation(), counts_name, " and ", indices_name, " must be given together");
+  if (!counts.has_value()) return;
+  const int64_t rows = blocks_of(params.query_length, params.blocks.query_rows);
+  check_of_heads(params, check, counts_name, *counts, {rows}, list.strides);
+  list.columns = indices->dim() == 4 ? indices->size(3) : 0;
+  check_of_heads(params, check, indices_name, *indices, {rows, list.columns}, list.strides);
+  if (!std::ranges::equal(counts->sizes(), indices->sizes().first(3)))
+    fail(check.operation(), indices_name, " must have the first dimensions of ", counts_name, " ",
+         to_string(counts->sizes()), ", got ", to_string(indices->sizes()));
+  list.counts = static_cast<const int32_t*>(counts->const_data_ptr());
+  list.indices = static_cast<const int32_t*>(indices->const_data_ptr());
+}
+
+struct KeyBlockTensors {
+  const OptionalTensor &counts, &indices, &full_counts, &full_indices, &bounds;
+  int64_t query_rows, key_rows;
+};
+
+void set_blocks(AttentionParams& params, const ArgumentChecker& check, const KeyBlockTensors& tensors) {
+  KeyBlocks& blocks = params.blocks;
+  for (const int64_t size : {tensors.query_rows, tensors.key_rows})
+    if (size != 64 && size != 128)
+      fail(check.operation(), "block_size must hold 64 or 128, got (", tensors.query_rows, ", ",
+           tensors.key_rows, ")");
+  blocks.is_given = true;
+  blocks.query_rows = static_cast<int32_t>(tensors.query_rows);
+  blocks.key_rows = static_cast<int32_t>(tensors.key_rows);
+  set_block_list(params, check, "kv_num_blocks", tensors.counts, "kv_indices", tensors.indices,
+                 blocks.bounded);
+  set_block_list(params, check, "full_kv_num_blocks", tensors.full_counts, "full_kv_indices",
+                 tensors.full_indices, blocks.full);
+  if (tensors.bounds.has_value()) {
+    check_of_heads(params, check, "key_bounds", *tensors.bounds, {params.query_length, 2},
+                   blocks.bounds_strides);
+    blocks.bounds = static_cast<const int32_t*>(tensors.bounds->const_data_ptr());
+  }
+  check.countable("k", "seq", {params.key_length}, kMaxListedKeys);
+}
+
 // All parameters of a call except its output.
 AttentionParams attention_params(const ArgumentChecker& check, const Tensor& q, const Tensor& k,
                                  const Tensor& v, std::optional<double> scale, const OptionalTensor& key_bias,
@@ -200,6 +265,23 @@ void call_attention_out(const char*, const Tensor& q, const Tensor& k, const Ten
   run(kAttention, check, params, out);
 }
 
+TwoTensors call_attention_blocks(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 std::optional<double> scale, const OptionalTensor& key_bias,
+                                 const OptionalTensor& key_lengths, std::optional<int64_t> heads,
+                                 const OptionalTensor& gate, const OptionalTensor& addend,
+                                 const OptionalTensor& kv_num_blocks, const OptionalTensor& kv_indices,
+                                 const OptionalTensor& full_kv_num_blocks,
+                                 const OptionalTensor& full_kv_indices, int64_t query_rows, int64_t key_rows,
+                                 const OptionalTensor& key_bounds) {
+  const ArgumentChecker check = checker(kAttention, q, heads);
+  AttentionParams params =
+      attention_params(check, q, k, v, scale, key_bias, key_lengths, heads, gate, addend);
+  set_blocks(
+      params, check,
+      {kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, key_bounds, query_rows, key_rows});
+  return run_to_new_with_lse(kAttention, check, params);
+}
+
 OwnedTensor call_attention_int8(const char*, const Tensor& q, const Tensor& k, const Tensor& v,
                                 std::optional<double> scale, const OptionalTensor& key_lengths,
                                 std::optional<int64_t> heads, const OptionalTensor& gate,
@@ -229,6 +311,11 @@ constexpr Operation kOperations[] = {
               " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor(a!) out)"
               " -> ()",
               call_attention_out>(),
+    operation<"attention_blocks(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_bias,"
+              " Tensor? key_lengths, int? heads, Tensor? gate, Tensor? addend, Tensor? kv_num_blocks,"
+              " Tensor? kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, int query_rows,"
+              " int key_rows, Tensor? key_bounds) -> (Tensor, Tensor)",
+              call_attention_blocks>(),
     operation<"attention_int8(Tensor q, Tensor k, Tensor v, float? scale, Tensor? key_lengths, int? heads,"
               " Tensor? gate, Tensor? addend) -> Tensor",
               call_attention_int8>(),

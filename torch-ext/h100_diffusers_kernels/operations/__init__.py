@@ -33,6 +33,7 @@ from .fp8 import (
     quantize_fp8,
 )
 from .group_norm import group_norm
+from .key_blocks import KeyBlocks
 from .linear import linears_lora, lora_down
 from .norm import (
     gated_residual,

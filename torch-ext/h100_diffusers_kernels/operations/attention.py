@@ -25,31 +25,37 @@ from .calls import (
     required,
     shown,
 )
+from .key_blocks import KeyBlocks, block_arguments
 
 _MIN_SCALE, _MAX_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-def _masked(q, k, v, key_bias, key_lengths, heads):
-    """Query, key and value by head and in a common dtype, a mask to add to the scores, and for each batch
-    entry whether it has keys. Without keys the mask is 0, because some of PyTorch's kernels give NaN."""
+def _masked(q, k, v, key_bias, key_lengths, heads, is_attended=None):
+    """Query, key and value by head and in a common dtype, a mask (B or 1, H or 1, Sq or 1, Sk) to add to the
+    scores, and for each query (B or 1, Sq or 1, H or 1) whether it has keys. Without keys the mask is 0,
+    because some of PyTorch's kernels give NaN. ``is_attended``: (B or 1, H or 1, Sq, Sk) or None."""
     if heads is not None:
         head_dim = q.shape[2] // heads
         q, k, v = (tensor.unflatten(2, (-1, head_dim)) for tensor in (q, k, v))
     q, k, v, key_bias = promoted(q, k, v, key_bias)  # PyTorch's kernels take a mask of q's dtype
-    if key_bias is None and key_lengths is None:
+    if key_bias is None and key_lengths is None and is_attended is None:
         return q, k, v, None, None
-    mask = q.new_zeros(k.shape[:2]) if key_bias is None else key_bias
+    mask = (q.new_zeros(k.shape[:2]) if key_bias is None else key_bias)[:, None, None]
     if key_lengths is not None:
         is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
-        mask = mask.masked_fill(is_padding, -torch.inf)
+        mask = mask.masked_fill(is_padding[:, None, None], -torch.inf)
         k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
-    has_keys = (mask != -torch.inf).any(1)
-    return q, k, v, mask.masked_fill(~has_keys[:, None], 0)[:, None, None], has_keys
+    if is_attended is not None:
+        mask = mask.masked_fill(~is_attended, -torch.inf)
+    has_keys = (mask != -torch.inf).any(3)
+    return q, k, v, mask.masked_fill(~has_keys[..., None], 0), has_keys.transpose(1, 2)
 
 
-def _formula(q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=None):
+def _formula(
+    q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=None, is_attended=None
+):
     shape, dtype = q.shape, q.dtype
-    q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
+    q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads, is_attended)
     # PyTorch's fused kernels support neither forward mode nor vmap. With a mask, on CUDA, they do not accept
     # every length if it requires grad, and give wrong gradients of the query if it does not.
     options = {"attn_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
@@ -58,7 +64,7 @@ def _formula(q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=Non
         out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
     out = out.transpose(1, 2)
     if has_keys is not None:
-        out = out.masked_fill(~has_keys[:, None, None, None], 0)
+        out = out.masked_fill(~has_keys[..., None], 0)
     if gate is not None:
         out = out.float() * gate[..., None]
     out = out.reshape(shape)
@@ -67,9 +73,11 @@ def _formula(q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=Non
     return out.to(dtype)
 
 
-def _formula_with_lse(q, k, v, scale, key_bias, key_lengths, heads, *gate_and_addend):
-    out = _formula(q, k, v, scale, key_bias, key_lengths, heads, *gate_and_addend)
-    q, k, _, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads)
+def _formula_with_lse(
+    q, k, v, scale, key_bias, key_lengths, heads, gate=None, addend=None, is_attended=None
+):
+    out = _formula(q, k, v, scale, key_bias, key_lengths, heads, gate, addend, is_attended)
+    q, k, _, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads, is_attended)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     queries, keys = q.float().transpose(1, 2), k.float().permute(0, 2, 3, 1)
     if q.shape[2] != k.shape[2]:
@@ -79,13 +87,23 @@ def _formula_with_lse(q, k, v, scale, key_bias, key_lengths, heads, *gate_and_ad
         scores = scores + mask
     lse = scores.logsumexp(3).transpose(1, 2)
     if has_keys is not None:
-        lse = lse.masked_fill(~has_keys[:, None, None], -torch.inf)
+        lse = lse.masked_fill(~has_keys, -torch.inf)
     return out, lse.contiguous()
+
+
+def _formula_of_blocks(q, k, v, scale, key_bias, key_lengths, heads, gate, addend, *blocks):
+    *lists, query_rows, key_rows, key_bounds = blocks
+    key_blocks = KeyBlocks(*lists, (query_rows, key_rows), key_bounds)
+    is_attended = key_blocks.is_attended(q.shape[1], k.shape[1])
+    return _formula_with_lse(
+        q, k, v, scale, key_bias, key_lengths, heads, gate, addend, is_attended
+    )
 
 
 _attention = kernel_call("attention", _formula)
 _attention_lse = kernel_call("attention", _formula_with_lse, "attention_lse")
 _attention_out = plain_call("attention", "attention_out")
+_attention_blocks = kernel_call("attention", _formula_of_blocks, "attention_blocks")
 
 
 def _int8_formula(q, k, v, scale, *others):
@@ -123,9 +141,10 @@ def attention(
     addend: Optional[Tensor] = None,
     out: Optional[Tensor] = None,
     return_lse: bool = False,
+    blocks: Optional[KeyBlocks] = None,
 ) -> Any:
-    """Attention, not causal: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and
-    head.
+    """Attention: ``softmax(scale * q kᵀ + key_bias) v * gate + addend`` of each batch entry and head. Every
+    query attends to every key, or to those of ``blocks``.
 
     Args:
         q: ``(B, Sq, H, d)``, bfloat16 or float16; d is a multiple of 8 up to 128; strided in any dimension
@@ -148,6 +167,9 @@ def attention(
         return_lse: also return ``lse``, the logarithm of the sum of the exponentials of each query's scores,
             ``log(sum(exp(scale * q kᵀ + key_bias)))``. A query without keys has -inf. ``gate`` and ``addend``
             have no effect on it. It needs ``out`` None.
+        blocks: a `KeyBlocks`, the keys that each query attends to, or None for all. A query without keys
+            gives zeros. Keys that no query of a block attends to are not read. It needs ``out`` None, and
+            at most 2²³ keys.
 
     Returns:
         A tensor of q's shape, contiguous, or ``out``. With ``return_lse`` ``(out, lse)``, where ``lse`` is
@@ -167,12 +189,16 @@ def attention(
     """
     scale, heads = _scale_and_heads("attention", scale, heads)
     arguments = q, k, v, scale, key_bias, key_lengths, heads, gate, addend
-    if return_lse is not False:
-        if return_lse is not True:
+    if return_lse is not False or blocks is not None:
+        if type(return_lse) is not bool:
             refuse_type("attention", "return_lse", "True or False", return_lse)
         if out is not None:
-            fail("attention", f"out must be None with return_lse, got {shown(out)}")
-        return _attention_lse(*arguments)
+            option = "return_lse" if return_lse else "blocks"
+            fail("attention", f"out must be None with {option}, got {shown(out)}")
+        if blocks is None:
+            return _attention_lse(*arguments)
+        result, lse = _attention_blocks(*arguments, *block_arguments("attention", blocks))
+        return (result, lse) if return_lse else result
     if out is None:
         return _attention(*arguments)
     return _attention_out(*arguments, out, written=out, refused=OUT_GIVEN)
@@ -246,6 +272,7 @@ def _attention_fake(q, k, v, *_):
     return q.new_empty(q.shape)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("attention_blocks"))
 @torch.library.register_fake(add_op_namespace_prefix("attention_lse"))
 def _attention_lse_fake(q, k, v, _scale, _bias, _lengths, heads, *_):
     required(k, v)
