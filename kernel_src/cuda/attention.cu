@@ -84,14 +84,14 @@ void launch_stream(AttentionKernelParams& params, int multiprocessors, Stream st
   using Tile = AttentionTile<T, kHeadDim>;
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if (has_half_values(params.args))
-      return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, TensorLoader<Tile>>(
-          kOperation, params, multiprocessors, stream);
+      return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, KeyOrder::kAll,
+                                     TensorLoader<Tile>>(kOperation, params, multiprocessors, stream);
   }
   if (params.args.key_bias != nullptr)
-    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, TensorLoader<Tile>, BiasLoader<Tile>>(
-        kOperation, params, multiprocessors, stream);
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, KeyOrder::kAll, TensorLoader<Tile>,
+                            BiasLoader<Tile>>(kOperation, params, multiprocessors, stream);
   else
-    launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kOnline, TensorLoader<Tile>>(
+    launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kOnline, KeyOrder::kAll, TensorLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
 }
 
@@ -106,7 +106,7 @@ template <typename T, int kHeadDim>
 void launch_any(AttentionKernelParams& params, int multiprocessors, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim>;
   if (!is_mappable(params.args))
-    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, ScalarLoader<Tile>>(
+    launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, KeyOrder::kAll, ScalarLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
   else if (!is_resident(params.args))
     launch_stream<T, kHeadDim>(params, multiprocessors, stream);
@@ -116,12 +116,33 @@ void launch_any(AttentionKernelParams& params, int multiprocessors, Stream strea
     launch_resident<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
 }
 
+// Attention by blocks (attention_key_lists.cuh).
+template <typename T, int kHeadDim>
+void launch_listed(AttentionKernelParams& params, int multiprocessors, Stream stream) {
+  using Tile = AttentionTile<T, kHeadDim, RowSums::kAdded, kListedGroups>;
+  constexpr KeyOrder kListed = KeyOrder::kListed;
+  if (!is_mappable(params.args))
+    return launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, ScalarLoader<Tile>>(
+        kOperation, params, multiprocessors, stream);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    if (has_half_values(params.args))
+      return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, kListed, TensorLoader<Tile>>(
+          kOperation, params, multiprocessors, stream);
+  }
+  launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, TensorLoader<Tile>,
+                          BiasLoader<Tile>>(kOperation, params, multiprocessors, stream);
+}
+
 // Tiles of 80, 96 and 112 columns are for many keys only. With few keys most time is spent on memory, and the
 // zeros of a wider tile are not read from it.
 template <typename T>
 void launch(AttentionKernelParams& params, Stream stream) {
   const AttentionParams& args = params.args;
   const int multiprocessors = multiprocessor_count(kOperation, stream.device);
+  if (args.blocks.is_given) {
+    if (args.head_dim <= 64) return launch_listed<T, 64>(params, multiprocessors, stream);
+    return launch_listed<T, 128>(params, multiprocessors, stream);
+  }
   const bool has_own_tile = is_mappable(args) && !is_resident(args);
   if (args.head_dim <= 64)
     launch_any<T, 64>(params, multiprocessors, stream);
@@ -135,16 +156,23 @@ void launch(AttentionKernelParams& params, Stream stream) {
     launch_any<T, 128>(params, multiprocessors, stream);
 }
 
+// The lists come last in the workspace.
+int64_t list_offset(const AttentionParams& args) {
+  const int64_t bytes = half_value_bytes(args) + unmapped_output_bytes(args);
+  return ceil_divide(bytes, kVectorBytes) * kVectorBytes;
+}
+
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return half_value_bytes(args) + unmapped_output_bytes(args);
+  return list_offset(args) + key_list_bytes(args);
 }
 
 void attention(const AttentionParams& args, Stream stream) {
   AttentionKernelParams params{};
   params.args = args;
   params.score_scale = args.scale * kLog2E;
+  params.list_offset = list_offset(args);
   write_mapped_output(kOperation, params, half_value_bytes(args), stream, [&] {
     dispatch_dtype(args.dtype, [&]<typename T>(std::type_identity<T>) {
       if constexpr (sizeof(T) == 2) launch<T>(params, stream);

@@ -47,6 +47,9 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}
 
+  // The first tile masks keys: m follows the maximum, since rows may have no key yet.
+  __device__ __forceinline__ void expect_masked_rows() { follows_maximum_ = true; }
+
   // Converts the scores of the next tile to probabilities, and rescales O if m rises. recompute(scores)
   // computes the scores again.
   template <class Recompute>

@@ -15,10 +15,11 @@ class TensorLoader {
 
   __device__ __forceinline__ static bool is_loader_thread(const WarpRole& role) { return role.thread == 0; }
 
-  static void map(const char* operation, AttentionKernelParams& params, int query_rows) {
+  // key_rows: of a box
+  static void map(const char* operation, AttentionKernelParams& params, int query_rows, int key_rows) {
     params.q = map_tensor(operation, q_of(params.args), params.args.dtype, query_rows);
-    params.k = map_tensor(operation, k_of(params.args), params.args.dtype, kTileKeys);
-    params.v = map_tensor(operation, v_of(params.args), params.args.dtype, kTileKeys);
+    params.k = map_tensor(operation, k_of(params.args), params.args.dtype, key_rows);
+    params.v = map_tensor(operation, v_of(params.args), params.args.dtype, key_rows);
   }
 
   __device__ __forceinline__ TensorLoader(const AttentionKernelParams& params, const WarpRole&)
@@ -43,8 +44,31 @@ class TensorLoader {
                                               int key) const {
     copy(*values_, tile, kTileKeys, full, params_.key_head(position.head), key, position.batch);
   }
+  __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t, Barrier full, const QueryTile& position,
+                                            const ListedTile& listed) const {
+    copy(params_.k, tile, full, params_.key_head(position.head), position.batch, listed);
+  }
+  __device__ __forceinline__ void load_values(uint32_t tile, Barrier full, const QueryTile& position,
+                                              const ListedTile& listed) const {
+    copy(*values_, tile, full, params_.key_head(position.head), position.batch, listed);
+  }
 
  private:
+  // Both blocks of a listed tile.
+  __device__ __forceinline__ static void copy(const MappedTensor& tensor, uint32_t tile, Barrier full,
+                                              int head, int batch, const ListedTile& listed) {
+    full.arrive_expect_tx(Tile::bytes(kTileKeys));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // The reduction makes the key uniform for the compiler, as that of claim_each_tile.
+      const int key = __reduce_max_sync(1u, listed.blocks[half].key());
+#pragma unroll
+      for (int box = 0; box < Tile::kBoxes; ++box)
+        tma_load(tile + box * Tile::box_bytes(kTileKeys) + half * Tile::box_bytes(kListedKeys), tensor.map,
+                 full, tensor.box(box * kBoxColumns, head, key, batch));
+    }
+  }
+
   // Rows beyond the tensor are 0.
   __device__ __forceinline__ static void copy(const MappedTensor& tensor, uint32_t tile, int rows,
                                               Barrier full, int head, int row, int batch) {
@@ -67,7 +91,7 @@ class BiasLoader {
 
   __device__ __forceinline__ static bool is_loader_thread(const WarpRole& role) { return role.warp == 1; }
 
-  static void map(const char*, AttentionKernelParams&, int) {}
+  static void map(const char*, AttentionKernelParams&, int, int) {}
 
   __device__ __forceinline__ BiasLoader(const AttentionKernelParams& params, const WarpRole& role)
       : params_(params), lane_(role.lane) {}
@@ -77,7 +101,16 @@ class BiasLoader {
     store_bias<typename Tile::T>(params_.args, position.batch, key, bias, lane_, 32);
     full.arrive();
   }
-  __device__ __forceinline__ void load_values(uint32_t, Barrier, const QueryTile&, int) const {}
+  __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& position,
+                                            const ListedTile& listed) const {
+    for (int half = 0; half < 2; ++half)
+      store_bias<typename Tile::T>(params_.args, position.batch, listed.blocks[half].key(),
+                                   bias + half * kListedKeys * 4, lane_, 32, kListedKeys);
+    full.arrive();
+  }
+  template <class Keys>
+  __device__ __forceinline__ void load_values(uint32_t, Barrier, const QueryTile&, const Keys&) const {}
+  __device__ __forceinline__ bool is_first() const { return false; }
 
  private:
   const AttentionKernelParams& params_;
@@ -92,7 +125,7 @@ class ScalarLoader {
 
   __device__ __forceinline__ static bool is_loader_thread(const WarpRole&) { return true; }
 
-  static void map(const char*, AttentionKernelParams&, int) {}
+  static void map(const char*, AttentionKernelParams&, int, int) {}
 
   __device__ __forceinline__ ScalarLoader(const AttentionKernelParams& params, const WarpRole& role)
       : params_(params), thread_(role.thread) {}
@@ -117,6 +150,19 @@ class ScalarLoader {
          position.batch);
     arrive(full);
   }
+  __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t bias, Barrier full,
+                                            const QueryTile& position, const ListedTile& listed) const {
+    read(params_.args.k, tile, position, listed);
+    for (int half = 0; half < 2; ++half)
+      store_bias<T>(params_.args, position.batch, listed.blocks[half].key(), bias + half * kListedKeys * 4,
+                    thread_, kWarpGroupThreads, kListedKeys);
+    arrive(full);
+  }
+  __device__ __forceinline__ void load_values(uint32_t tile, Barrier full, const QueryTile& position,
+                                              const ListedTile& listed) const {
+    read(params_.args.v, tile, position, listed);
+    arrive(full);
+  }
 
  private:
   using T = typename Tile::T;
@@ -126,9 +172,24 @@ class ScalarLoader {
     full.arrive();
   }
 
+  // Both blocks of a listed tile.
+  __device__ __forceinline__ void read(const AttentionOperand& tensor, uint32_t tile,
+                                       const QueryTile& position, const ListedTile& listed) const {
+    for (int half = 0; half < 2; ++half)
+      read(tensor, params_.args.key_length, tile + half * Tile::box_bytes(kListedKeys), kListedKeys,
+           params_.key_head(position.head), listed.blocks[half].key(), position.batch,
+           Tile::box_bytes(kTileKeys));
+  }
+
   // Reads two columns at a time. Rows from `length` on and columns beyond the head are 0.
   __device__ __forceinline__ void read(const AttentionOperand& tensor, int64_t length, uint32_t tile,
                                        int rows, int head, int first_row, int batch) const {
+    read(tensor, length, tile, rows, head, first_row, batch, Tile::box_bytes(rows));
+  }
+  // box_bytes: the distance between boxes
+  __device__ __forceinline__ void read(const AttentionOperand& tensor, int64_t length, uint32_t tile,
+                                       int rows, int head, int first_row, int batch,
+                                       uint32_t box_bytes) const {
     constexpr int kPairs = Tile::kHeadDim / 2;
     const uint16_t* data = static_cast<const uint16_t*>(tensor.data) + batch * tensor.strides[0] +
                            first_row * tensor.strides[1] + head * tensor.strides[2];
@@ -140,7 +201,7 @@ class ScalarLoader {
         const uint16_t* source = data + row * tensor.strides[1] + column;
         pair = source[0] | uint32_t{source[1]} << 16;
       }
-      const uint32_t target = tile + column / kBoxColumns * Tile::box_bytes(rows) +
+      const uint32_t target = tile + column / kBoxColumns * box_bytes +
                               swizzled_piece(row, column % kBoxColumns / 8) +
                               static_cast<uint32_t>(column % 8 * 2);
       store_shared(target, pair);

@@ -42,12 +42,14 @@ __device__ __forceinline__ void issue_outputs(const Probabilities& probabilities
 // are aligned to 16 bytes.
 //
 // position: the position of the warp group's 64 queries
+// key_of: returns the key of a row of the tile
 //
 // A lane loads 8 adjacent elements of a row, which count as two pairs of two products: products may take the
 // columns in any order if both matrices have the same one.
-template <class Tile>
+template <class Tile, class KeyOf>
 __device__ __forceinline__ void recompute_scores(const AttentionKernelParams& params, const WarpRole& role,
-                                                 const QueryTile& position, int key, Scores<Tile>& scores) {
+                                                 const QueryTile& position, const KeyOf& key_of,
+                                                 Scores<Tile>& scores) {
   using T = typename Tile::T;
   constexpr int kPackColumns = 8, kLaneColumns = 4 * kPackColumns;
   constexpr int kSteps = (Tile::kHeadDim + kLaneColumns - 1) / kLaneColumns;
@@ -78,7 +80,7 @@ __device__ __forceinline__ void recompute_scores(const AttentionKernelParams& pa
   float4 parts[Tile::kScores / 4];
 #pragma unroll 4
   for (int i = 0; i < Tile::kScores / 4; ++i) {
-    const T* keys = row_of(args.k, key_head, key + 8 * i + lane_row, args.key_length);
+    const T* keys = row_of(args.k, key_head, key_of(8 * i) + lane_row, args.key_length);
     float part[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <class Tile, int kKeyTiles, KeyBias kBias>
 void launch_resident_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                                Stream stream) {
-  TensorLoader<Tile>::map(operation, params, kWarpGroupRows);
+  TensorLoader<Tile>::map(operation, params, kWarpGroupRows, kTileKeys);
   params.set_tiles(kWarpGroupRows);
   launch_kernel_with_shared_memory<resident_attention_kernel<Tile, kKeyTiles, kBias>>(
       operation, dim3(std::min(multiprocessors, params.tiles)), Tile::kThreads, params, stream,

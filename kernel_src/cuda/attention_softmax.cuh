@@ -85,6 +85,15 @@ class RowSoftmax {
     for (int i = 0; i < Tile::kOutputs; ++i) outputs[i] = accumulators[i] * inverse[i / 2 % 2];
   }
 
+  // Whether each row has a key.
+  __device__ __forceinline__ void find_rows_with_keys(bool (&has_keys)[2]) const {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) has_keys[row] = row_total(row_sum_[row]) != 0;
+  }
+
+  // Before the first tile, if that masks keys.
+  __device__ __forceinline__ void expect_masked_rows() {}
+
   // Computes the natural logarithm of the sum of the exponentials of each row. A row without keys has l = 0
   // and a finite m, so it is -infinity.
   __device__ __forceinline__ void log_sum_exp(float (&result)[2]) const {
@@ -181,8 +190,8 @@ class RowSoftmax {
   }
 
   float scale_;
-  float reference_[2];         // m
-  float row_sum_[2] = {0, 0};  // the thread's part of l, if there is no column of ones
+  float reference_[2] = {0, 0};  // m
+  float row_sum_[2] = {0, 0};    // the thread's part of l, if there is no column of ones
 };
 
 template <class Tile, KeyBias kBias>

@@ -16,10 +16,10 @@
 namespace h100_diffusers_kernels {
 
 // The computing side of the key and value rings.
-template <class Tile, KeyBias kBias>
+template <class Tile, KeyBias kBias, KeyOrder kOrder>
 class StreamedKeys {
  public:
-  using Memory = StreamMemory<Tile, kBias>;
+  using Memory = StreamMemory<Tile, kBias, kOrder>;
 
   __device__ __forceinline__ StreamedKeys(const Memory& memory, const WarpRole& role)
       : memory_(memory),
@@ -45,6 +45,40 @@ class StreamedKeys {
       keys_arrived_ = next_.is_full(memory_.key_ring);
     }
   }
+  // The list's next tile, whose keys have arrived.
+  __device__ __forceinline__ ListedTile next_tile() const {
+    return {{{load_word(memory_.listed_tile_of(next_.stage))},
+             {load_word(memory_.listed_tile_of(next_.stage) + 4)}}};
+  }
+  // Leaves out the next tile, whose keys have arrived. All earlier ones are released.
+  __device__ __forceinline__ void skip(const ListedTile& tile, int key_count, bool has_padding) {
+    if (kBias == KeyBias::kAdded || role_.is_elected()) memory_.key_ring.empty(next_.stage).arrive();
+    next_.wait_full(memory_.value_ring);
+    clear_padding(tile, next_values_, key_count, has_padding);
+    if (role_.is_elected()) memory_.value_ring.empty(next_.stage).arrive();
+    const int bytes = next_.advance() * static_cast<int>(Memory::kKeyBytes);
+    next_keys_ = next_keys_.plus(bytes);
+    next_values_ = next_values_.plus(bytes);
+    keys_arrived_ = false;
+  }
+  // Clears the values of a listed tile, which have arrived, beyond the sample's keys. All groups call it.
+  __device__ __forceinline__ static void clear_padding(const ListedTile& tile, MatrixDescriptor values,
+                                                       int key_count, bool has_padding) {
+    if (!has_padding) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int count = key_count - tile.blocks[half].key(), first = half * kListedKeys;
+      if (count > 0 && count < kListedKeys)
+        clear_rows<Tile>(values.address(), first + count, first + kListedKeys);
+    }
+  }
+  // A word that the loader has stored in shared memory. The lane that later releases its stage reads it; the
+  // reduction makes it uniform for the compiler.
+  __device__ __forceinline__ uint32_t load_word(uint32_t address) const {
+    return __reduce_or_sync(~0u, role_.is_elected() ? load_shared(address) : 0);
+  }
+
+  __device__ __forceinline__ int group() const { return role_.group; }
   __device__ __forceinline__ uint32_t bias() const {
     return memory_.bias + current_.stage * Memory::kBiasBytes;
   }
@@ -75,10 +109,103 @@ class StreamedKeys {
   bool keys_arrived_ = false, values_arrived_ = false;
 };
 
-template <class Tile, KeyBias kBias>
+// The order of a query tile's key tiles. A tile becomes the current one by begin() or advance().
+
+// All keys. There is at least one tile, even if all its keys are masked.
+struct AllKeys {
+  int key_count;
+  bool has_padding;
+  int key = 0;  // the first one of the current tile
+
+  template <class Streamed>
+  __device__ __forceinline__ AllKeys(const AttentionKernelParams& params, int batch, const Streamed&,
+                                     uint32_t)
+      : key_count(params.key_count(batch)), has_padding(key_count < params.args.key_length) {}
+
+  __device__ __forceinline__ constexpr bool begin() const { return true; }
+  // Returns whether the next tile directly follows.
+  __device__ __forceinline__ bool advance() {
+    key += kTileKeys;
+    return key < key_count;
+  }
+  // Returns whether there is a later one. All products have been issued.
+  __device__ __forceinline__ constexpr bool find_later() const { return false; }
+  __device__ __forceinline__ bool is_first() const { return key == 0; }
+  // Whether the values of the tile before are still in use.
+  __device__ __forceinline__ bool has_earlier() const { return key > 0; }
+};
+
+// The tiles of a list that a warp group attends to.
+template <class Streamed>
+class ListedKeys {
+ public:
+  int key_count;
+  bool has_padding;
+
+  // header: address in shared memory
+  __device__ __forceinline__ ListedKeys(const AttentionKernelParams& params, int batch, Streamed& streamed,
+                                        uint32_t header)
+      : key_count(params.key_count(batch)),
+        has_padding(key_count < params.args.key_length),
+        streamed_(streamed),
+        tiles_(static_cast<int>(streamed.load_word(header))),
+        plain_tiles_(static_cast<int>(streamed.load_word(header + 4))) {}
+
+  __device__ __forceinline__ bool begin() {
+    is_first_ = true;
+    return find();
+  }
+  __device__ __forceinline__ bool advance() {
+    is_first_ = false;
+    if (!is_next_attended()) return false;
+    has_earlier_ = true;
+    ++next_;
+    return true;
+  }
+  __device__ __forceinline__ bool find_later() {
+    wgmma_wait_group();
+    streamed_.release_values();
+    has_earlier_ = false;
+    return find();
+  }
+  __device__ __forceinline__ bool is_first() const { return is_first_; }
+  __device__ __forceinline__ bool has_earlier() const { return has_earlier_; }
+
+  __device__ __forceinline__ int index() const { return next_ - 1; }
+  __device__ __forceinline__ bool is_last() const { return next_ == tiles_; }
+  __device__ __forceinline__ bool is_plain() const { return next_ <= plain_tiles_; }
+  // The current tile, which is not plain.
+  __device__ __forceinline__ const ListedTile& tile() const { return tile_; }
+
+ private:
+  // Waits for the next keys.
+  __device__ __forceinline__ bool is_next_attended() {
+    if (next_ < plain_tiles_) return true;
+    if (next_ == tiles_) return false;
+    streamed_.wait_keys();
+    tile_ = streamed_.next_tile();
+    return tile_.is_attended(streamed_.group());
+  }
+  __device__ __forceinline__ bool find() {
+#pragma unroll 1
+    for (; !is_next_attended(); ++next_) {
+      if (next_ == tiles_) return false;
+      streamed_.skip(tile_, key_count, has_padding);
+    }
+    ++next_;
+    return true;
+  }
+
+  Streamed& streamed_;
+  int next_ = 0, tiles_, plain_tiles_;
+  bool is_first_ = true, has_earlier_ = false;
+  ListedTile tile_;
+};
+
+template <class Tile, KeyBias kBias, KeyOrder kOrder>
 class StreamCompute {
  public:
-  using Memory = StreamMemory<Tile, kBias>;
+  using Memory = StreamMemory<Tile, kBias, kOrder>;
 
   __device__ __forceinline__ StreamCompute(const AttentionKernelParams& params, const Memory& memory,
                                            const WarpRole& role)
@@ -104,7 +231,8 @@ class StreamCompute {
       else
         compute_tile<Softmax>(tile, outputs);
       if constexpr (kIsLazy) {
-        if (!has_accurate_rows<Tile>(outputs) && role_.is_elected()) memory_.tile_list.mark_inaccurate(index);
+        if (!has_accurate_rows<Tile>(outputs, has_keys_) && role_.is_elected())
+          memory_.tile_list.mark_inaccurate(index);
       }
       const QueryTile position = group_position(tile);
       if (params_.args.gate.data != nullptr) apply_gate<Tile>(params_.args, role_, position, outputs);
@@ -118,33 +246,37 @@ class StreamCompute {
   }
 
  private:
-  // There is at least one key tile, even if all its keys are masked.
+  static constexpr bool kIsListed = kOrder == KeyOrder::kListed;
+  using Streamed = StreamedKeys<Tile, kBias, kOrder>;
+  using Order = std::conditional_t<kIsListed, ListedKeys<Streamed>, AllKeys>;
+
   template <class Softmax>
   __device__ __forceinline__ void compute_tile(int tile, Outputs<Tile>& outputs) {
-    const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
-    const bool has_padding = key_count < params_.args.key_length;
-    int key = 0;
+    Order order = order_of(tile);
     Softmax softmax(params_);
     Scores<Tile> scores;
     Probabilities probabilities;
     Accumulators<Tile> accumulators;
     clear(accumulators);
+    if (order.begin()) {
 #pragma unroll 1
-    do {
-      const bool is_first = key == 0;
-      const int count = key_count - key;
-      issue_next_scores(scores);
-      wgmma_wait_group();
-      if constexpr (kBias == KeyBias::kAdded) add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
-      keys_.release_earlier_values(!is_first);
-      keys_.release_keys();
-      finish_scores(scores, count, has_padding);
-      softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, key, count));
-      keys_.wait_values();
-      issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
-      key += kTileKeys;
-    } while (key < key_count);
-    finish_tile(softmax, tile, accumulators, outputs);
+      do {
+        issue_next_scores(scores);
+        wgmma_wait_group();
+        if constexpr (kBias == KeyBias::kAdded)
+          add_bias(scores, params_.score_scale, keys_.bias(), role_.lane);
+        keys_.release_earlier_values(order.has_earlier());
+        keys_.release_keys();
+        finish_scores(scores, tile, order);
+        if constexpr (kIsListed)
+          if (order.is_first() && !order.is_plain()) softmax.expect_masked_rows();
+        softmax.process_tile(scores, order.is_first(), accumulators, probabilities,
+                             recompute_of(tile, order));
+        keys_.wait_values();
+        issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
+      } while (order.advance() || order.find_later());
+    }
+    finish_tile(softmax, tile, order, accumulators, outputs);
   }
 
   // The same, pipelined: S = Q K^T of the next tile is issued before O += P V of this one, which overlaps the
@@ -152,42 +284,51 @@ class StreamCompute {
   // exponentials (notes/attention.md, "128 columns: S before P V").
   template <class Softmax>
   __device__ __forceinline__ void compute_tile_pipelined(int tile, Outputs<Tile>& outputs) {
-    const int key_count = params_.key_count(params_.tile_position(tile, Tile::kRows).batch);
-    const bool has_padding = key_count < params_.args.key_length;
-    int key = 0;
+    Order order = order_of(tile);
     Softmax softmax(params_);
     Scores<Tile> scores;
     Accumulators<Tile> accumulators;
     clear(accumulators);
-    issue_next_scores(scores);
-    wgmma_wait_group();
-#pragma unroll 1
-    for (;;) {
-      Probabilities probabilities;
-      float factor[2], sum[2];
-      keys_.release_keys();
-      finish_scores(scores, key_count - key, has_padding);
-      softmax.start_tile(scores, key == 0, factor, sum);
-      // Waiting for the values first keeps the wait for the products after the exponentials.
-      compiler_fence(scores);
-      compiler_fence(sum);
-      keys_.wait_values();
-      wgmma_wait_group();
-      compiler_fence(scores);
-      keys_.release_earlier_values(key > 0);
-      softmax.finish_tile(scores, factor, sum, accumulators, probabilities,
-                          recompute_of(tile, key, key_count - key));
-      const MatrixDescriptor values = keys_.values();
-      key += kTileKeys;
-      if (key >= key_count) {
-        issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
-        break;
-      }
+    if (order.begin()) {
       issue_next_scores(scores);
-      issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
-      wgmma_wait_group<1>();
+      wgmma_wait_group();
+#pragma unroll 1
+      for (;;) {
+        Probabilities probabilities;
+        float factor[2], sum[2];
+        keys_.release_keys();
+        finish_scores(scores, tile, order);
+        if constexpr (kIsListed)
+          if (order.is_first() && !order.is_plain()) softmax.expect_masked_rows();
+        softmax.start_tile(scores, order.is_first(), factor, sum);
+        // Waiting for the values first keeps the wait for the products after the exponentials.
+        compiler_fence(scores);
+        compiler_fence(sum);
+        keys_.wait_values();
+        wgmma_wait_group();
+        compiler_fence(scores);
+        keys_.release_earlier_values(order.has_earlier());
+        softmax.finish_tile(scores, factor, sum, accumulators, probabilities, recompute_of(tile, order));
+        const MatrixDescriptor values = keys_.values();
+        if (!order.advance()) {
+          issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
+          if (!order.find_later()) break;
+          issue_next_scores(scores);
+          wgmma_wait_group();
+          continue;
+        }
+        issue_next_scores(scores);
+        issue_outputs<Tile, Softmax>(probabilities, values, true, accumulators);
+        wgmma_wait_group<1>();
+      }
     }
-    finish_tile(softmax, tile, accumulators, outputs);
+    finish_tile(softmax, tile, order, accumulators, outputs);
+  }
+
+  __device__ __forceinline__ Order order_of(int tile) {
+    const int batch = params_.tile_position(tile, Tile::kRows).batch;
+    holds_query_ = true;
+    return Order(params_, batch, keys_, kIsListed ? memory_.header_of(query_state_.stage) : 0);
   }
 
   __device__ __forceinline__ void issue_next_scores(Scores<Tile>& scores) {
@@ -196,33 +337,63 @@ class StreamCompute {
     keys_.advance();
   }
 
-  // Returns a function that computes the scores of a tile again, of which the first `count` keys count.
-  __device__ __forceinline__ auto recompute_of(int tile, int key, int count) const {
+  // Returns a function that computes the scores of the current tile again.
+  __device__ __forceinline__ auto recompute_of(int tile, const AllKeys& order) const {
+    const int key = order.key, count = order.key_count - key;
     return [this, tile, key, count](auto& scores) {
-      recompute_scores<Tile>(params_, WarpRole(), group_position(tile), key, scores);
+      recompute_scores<Tile>(
+          params_, WarpRole(), group_position(tile), [key](int row) { return key + row; }, scores);
       if (count < kTileKeys) mask_scores(scores, count, role_.lane);
     };
   }
+  __device__ __forceinline__ auto recompute_of(int tile, const ListedKeys<Streamed>& order) const {
+    return [this, tile, &order](auto& scores) {
+      const QueryTile position = group_position(tile);
+      const ListedTile listed = listed_tile(params_.lists.of(position), order.index());
+      recompute_scores<Tile>(
+          params_, WarpRole(), position, [listed](int row) { return listed.key_of(row); }, scores);
+      if (!order.is_plain())
+        mask_listed_scores(scores, params_.args, role_, position, listed, order.key_count);
+    };
+  }
 
-  // Masks the scores of a tile, of which the first `count` keys count. After the last tile releases the
-  // queries.
-  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int count, bool has_padding) const {
+  // Masks the scores of the current tile. After the last tile releases the queries.
+  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int, const AllKeys& order) const {
+    const int count = order.key_count - order.key;
     if (count > kTileKeys) return;
     release_query();
     if (count < kTileKeys) mask_scores(scores, count, role_.lane);
-    if (count < kTileKeys && has_padding) {
+    if (count < kTileKeys && order.has_padding) {
       keys_.wait_values();
       clear_rows<Tile>(keys_.values().address(), count);
+    }
+  }
+  __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int tile,
+                                                const ListedKeys<Streamed>& order) {
+    if (order.is_last()) {
+      release_query();
+      holds_query_ = false;
+    }
+    if (order.is_plain()) return;
+    mask_listed_scores(scores, params_.args, role_, group_position(tile), order.tile(), order.key_count);
+    if (order.has_padding) {
+      keys_.wait_values();
+      Streamed::clear_padding(order.tile(), keys_.values(), order.key_count, true);
     }
   }
 
   // The last products of values have been issued.
   template <class Softmax>
-  __device__ __forceinline__ void finish_tile(const Softmax& softmax, int tile,
+  __device__ __forceinline__ void finish_tile(const Softmax& softmax, int tile, const Order&,
                                               const Accumulators<Tile>& accumulators,
                                               Outputs<Tile>& outputs) {
-    wgmma_wait_group();
-    keys_.release_values();
+    if constexpr (kIsListed) {  // The values have been released.
+      if (holds_query_) release_query();
+      softmax.find_rows_with_keys(has_keys_);
+    } else {
+      wgmma_wait_group();
+      keys_.release_values();
+    }
     advance_query();
     softmax.normalize(accumulators, Softmax::kValueScale, outputs);
     if (params_.args.lse != nullptr) {
@@ -265,13 +436,15 @@ class StreamCompute {
   uint32_t group_offset_;
   MatrixDescriptor query_;  // the stage of query_state_
   RingState<typename Memory::QueryRing> query_state_;
-  StreamedKeys<Tile, kBias> keys_;
+  Streamed keys_;
+  bool holds_query_ = true;          // with lists: whether the queries are still to be released
+  bool has_keys_[2] = {true, true};  // with lists: whether the rows of the last tile have keys
 };
 
-template <class Tile, KeyBias kBias, Rescaling kRescaling, class... Loaders>
+template <class Tile, KeyBias kBias, Rescaling kRescaling, KeyOrder kOrder, class... Loaders>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
-  using Memory = StreamMemory<Tile, kBias>;
+  using Memory = StreamMemory<Tile, kBias, kOrder>;
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
@@ -283,13 +456,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   fence_mbarrier_init();
   __syncthreads();
   // With float16 values the previous kernel is the conversion, which has waited for all earlier kernels. The
-  // loader waits for its results before it loads the first values.
-  if (kRescaling == Rescaling::kOnline) griddepcontrol_wait();
+  // loader waits for its results before it loads the first values. With lists it is the kernel that makes
+  // them.
+  if (kRescaling == Rescaling::kOnline || kOrder == KeyOrder::kListed) griddepcontrol_wait();
   if (role.is_loader()) {
     setmaxnreg_dec<Tile::kLoadRegisters>();
     const auto load = [&]<class Loader>(std::type_identity<Loader>) {
       if (!Loader::is_loader_thread(role)) return;
-      StreamLoad<Tile, kBias, Loader> stream(params, memory, role);
+      StreamLoad<Tile, kBias, kOrder, Loader> stream(params, memory, role);
       if constexpr (kRescaling == Rescaling::kLazy) {
         stream.template run<Pass::kClaimed>();
         memory.end_of_pass.wait(0);
@@ -301,7 +475,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     (load(std::type_identity<Loaders>{}), ...);
   } else {
     setmaxnreg_inc<Tile::kComputeRegisters>();
-    StreamCompute<Tile, kBias> stream(params, memory, role);
+    StreamCompute<Tile, kBias, kOrder> stream(params, memory, role);
     if constexpr (kRescaling == Rescaling::kLazy) {
       stream.template run<LazySoftmax<Tile>>();
       if (role.is_elected()) memory.end_of_pass.arrive();
@@ -310,19 +484,24 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
 }
 
-template <class Tile, KeyBias kBias, Rescaling kRescaling, class... Loaders>
+template <class Tile, KeyBias kBias, Rescaling kRescaling, KeyOrder kOrder, class... Loaders>
 void launch_stream_attention(const char* operation, AttentionKernelParams& params, int multiprocessors,
                              Stream stream) {
-  (Loaders::map(operation, params, Tile::kRows), ...);
+  constexpr int kBlockKeys = kOrder == KeyOrder::kListed ? kListedKeys : kTileKeys;
+  (Loaders::map(operation, params, Tile::kRows, kBlockKeys), ...);
   params.set_tiles(Tile::kRows);
   int blocks = std::min(multiprocessors, params.tiles);
   if constexpr (kRescaling == Rescaling::kLazy) {
-    prepare_workspace(operation, params, stream);
+    prepare_workspace(operation, params, kBlockKeys, stream);
     params.reference_exponent = lazy_reference_exponent(params.args.key_length);
     blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
   }
-  launch_kernel_with_shared_memory<stream_attention_kernel<Tile, kBias, kRescaling, Loaders...>>(
-      operation, dim3(blocks), Tile::kThreads, params, stream, StreamMemory<Tile, kBias>::kBytes);
+  if constexpr (kOrder == KeyOrder::kListed) {
+    static_assert(Tile::kRows == kListedRows);
+    params.lists = make_key_lists(operation, params.args, params.list_offset, stream);
+  }
+  launch_kernel_with_shared_memory<stream_attention_kernel<Tile, kBias, kRescaling, kOrder, Loaders...>>(
+      operation, dim3(blocks), Tile::kThreads, params, stream, StreamMemory<Tile, kBias, kOrder>::kBytes);
 }
 
 }  // namespace h100_diffusers_kernels

@@ -85,7 +85,7 @@ __device__ __forceinline__ void for_each_static_tile(const AttentionKernelParams
 }
 
 // Addresses in a block's shared memory.
-template <class Tile, KeyBias kBias>
+template <class Tile, KeyBias kBias, KeyOrder kOrder>
 struct StreamMemory {
   using KeyRing = Ring<Tile::kBoxes == 1 ? 4 : 2>;
   // With two stages the next tile's queries arrive before a warp group needs them.
@@ -95,6 +95,9 @@ struct StreamMemory {
   static constexpr uint32_t kTilesBytes = 8;
   static_assert(QueryRing::kStages * 4 <= kTilesBytes);
   static constexpr int kNoTile = -1;
+  static constexpr uint32_t kPairBytes = 8;
+  static constexpr uint32_t kListBytes =
+      kOrder == KeyOrder::kListed ? (QueryRing::kStages + KeyRing::kStages) * kPairBytes : 0;
 
   uint32_t query, out, keys, values, bias;
   uint32_t tiles;  // tile number of the queries of each stage, kNoTile after the last tile of a pass
@@ -102,6 +105,7 @@ struct StreamMemory {
   KeyRing key_ring, value_ring;
   Barrier end_of_pass;
   TileList tile_list;
+  uint32_t lists;  // with lists: the header of the queries of each stage, and the tile of the keys of each
 
   __device__ __forceinline__ explicit StreamMemory(uint32_t begin)
       : query(begin),
@@ -114,23 +118,31 @@ struct StreamMemory {
         key_ring{query_ring.address + QueryRing::kBytes},
         value_ring{key_ring.address + KeyRing::kBytes},
         end_of_pass{value_ring.address + KeyRing::kBytes},
-        tile_list{end_of_pass.address + Barrier::kBytes} {}
+        tile_list{end_of_pass.address + Barrier::kBytes},
+        lists(tile_list.address + kTileListBytes) {}
 
   __device__ __forceinline__ uint32_t tile_of(int stage) const {
     return tiles + static_cast<uint32_t>(stage * 4);
   }
+  __device__ __forceinline__ uint32_t header_of(int query_stage) const {
+    return lists + static_cast<uint32_t>(query_stage) * kPairBytes;
+  }
+  __device__ __forceinline__ uint32_t listed_tile_of(int key_stage) const {
+    return header_of(QueryRing::kStages + key_stage);
+  }
 
+  static constexpr uint32_t kTileListBytes = (TileList::kBytes + kPairBytes - 1) / kPairBytes * kPairBytes;
   static constexpr uint32_t kBytes = kTileAlignment + (QueryRing::kStages + 1) * kQueryBytes +
                                      KeyRing::kStages * (2 * kKeyBytes + kBiasBytes) + kTilesBytes +
                                      QueryRing::kBytes + 2 * KeyRing::kBytes + Barrier::kBytes +
-                                     TileList::kBytes;
+                                     kTileListBytes + kListBytes;
 };
 
 // The loading side of the rings.
-template <class Tile, KeyBias kBias, class Loader>
+template <class Tile, KeyBias kBias, KeyOrder kOrder, class Loader>
 class StreamLoad {
  public:
-  using Memory = StreamMemory<Tile, kBias>;
+  using Memory = StreamMemory<Tile, kBias, kOrder>;
 
   __device__ __forceinline__ StreamLoad(const AttentionKernelParams& params, const Memory& memory,
                                         const WarpRole& role)
@@ -159,27 +171,66 @@ class StreamLoad {
   template <Pass kPass>
   __device__ __forceinline__ void load_tile(int tile) {
     const QueryTile position = params_.tile_position(tile, Tile::kRows);
-    const int key_count = params_.key_count(position.batch);
+    if constexpr (kOrder == KeyOrder::kListed) {
+      load_listed<kPass>(tile, position);
+    } else {
+      const int key_count = params_.key_count(position.batch);
+      if constexpr (Loader::kArrivals > 0) {
+        begin_query(tile);
+        load_query(position);
+      }
+      int key = 0;
+#pragma unroll 1
+      do {
+        load_keys<kPass>(position, key);
+        key += kTileKeys;
+      } while (key < key_count);
+    }
+  }
+
+  template <Pass kPass>
+  __device__ __forceinline__ void load_listed(int tile, const QueryTile& position) {
+    const uint2* const list = params_.lists.of(position);
+    const int tiles = list_header(list).tiles;
     if constexpr (Loader::kArrivals > 0) {
       begin_query(tile);
-      loader_.load_query(memory_.query + query_state_.stage * Memory::kQueryBytes, Tile::kRows,
-                         memory_.query_ring.full(query_state_.stage), position);
-      query_state_.advance();
+      if (loader_.is_first()) store_pair(memory_.header_of(query_state_.stage), *list);
+      load_query(position);
     }
-    int key = 0;
+    uint2 next = list[1];
 #pragma unroll 1
-    do {
-      const int stage = key_state_.stage;
+    for (int index = 0; index < tiles; ++index) {
+      const uint2 pair = next;
+      next = list[1 + min(index + 1, tiles - 1)];  // ahead of the wait
       key_state_.wait_empty(memory_.key_ring);
-      loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
-                        memory_.key_ring.full(stage), position, key);
-      key_state_.wait_empty(memory_.value_ring);
-      if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
-      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage),
-                          position, key);
-      key_state_.advance();
-      key += kTileKeys;
-    } while (key < key_count);
+      if (loader_.is_first()) store_pair(memory_.listed_tile_of(key_state_.stage), pair);
+      load_keys<kPass>(position, ListedTile{{{pair.x}, {pair.y}}});
+    }
+  }
+
+  __device__ __forceinline__ static void store_pair(uint32_t address, uint2 pair) {
+    store_shared(address, pair.x);
+    store_shared(address + 4, pair.y);
+  }
+
+  __device__ __forceinline__ void load_query(const QueryTile& position) {
+    loader_.load_query(memory_.query + query_state_.stage * Memory::kQueryBytes, Tile::kRows,
+                       memory_.query_ring.full(query_state_.stage), position);
+    query_state_.advance();
+  }
+
+  // keys: the first key of a tile, or a listed tile
+  template <Pass kPass, class Keys>
+  __device__ __forceinline__ void load_keys(const QueryTile& position, const Keys& keys) {
+    const int stage = key_state_.stage;
+    key_state_.wait_empty(memory_.key_ring);
+    loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
+                      memory_.key_ring.full(stage), position, keys);
+    key_state_.wait_empty(memory_.value_ring);
+    if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
+    loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), position,
+                        keys);
+    key_state_.advance();
   }
 
   __device__ __forceinline__ void wait_for_half_values() {

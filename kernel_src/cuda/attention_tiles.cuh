@@ -17,6 +17,8 @@ constexpr int kTileKeys = 128;  // A thread has 64 scores of a tile (kScores).
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
 enum class KeyBias { kNone, kAdded };
+// Which key tiles a query tile attends to: all in order, or those of a list (attention_key_lists.cuh).
+enum class KeyOrder { kAll, kListed };
 // Row sums of the probabilities: added by the threads, or multiplied by the tensor cores with an additional
 // column of ones in the values, which then have one box.
 enum class RowSums { kAdded, kMultiplied };
@@ -28,12 +30,13 @@ enum class RowSums { kAdded, kMultiplied };
 // long as the matrix products, so there are three groups: one multiplies while two compute exponentials
 // (notes/attention.md, "Instruction throughput beside wgmma"). With more O needs more registers, so there are
 // two groups.
-template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
+template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded,
+          int kGroups_ = kHeadDim_ == 64 ? 3 : 2>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
+  static constexpr int kGroups = kGroups_;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
@@ -84,6 +87,24 @@ struct QueryTile {
   int batch, head, row;
 };
 
+constexpr int kListedKeys = kTileKeys / 2;  // keys of a block
+constexpr int kListedGroups = 2;            // warp groups of a query tile
+constexpr int kListedRows = kListedGroups * kWarpGroupRows;
+
+// Lists of key tiles (attention_key_lists.cuh), in pairs of words: for each query tile a header, followed by
+// its key tiles.
+struct KeyLists {
+  uint2* data;
+  int list_pairs;             // pairs from one list to the next
+  int query_tiles;            // of a head
+  int batch_step, head_step;  // lists from one batch entry and head to the next; 0 broadcasts
+
+  __device__ __forceinline__ const uint2* of(const QueryTile& position) const {
+    const int list = position.batch * batch_step + position.head * head_step + position.row / kListedRows;
+    return data + static_cast<int64_t>(list) * list_pairs;
+  }
+};
+
 inline int64_t query_tiles_of(const AttentionParams& args, int rows) {
   return args.batch * args.heads * ceil_divide(args.query_length, rows);
 }
@@ -105,6 +126,8 @@ struct AttentionKernelParams {
   int tiles;                             // query tiles of all heads
   FastDivisor query_tiles, query_heads;  // tiles of a head, heads of a sample
   FastDivisor group_heads;               // query heads of a key head
+  KeyLists lists;
+  int64_t list_offset;  // in the workspace
 
   void set_tiles(int rows) {
     query_tiles.set(static_cast<uint32_t>(ceil_divide(args.query_length, rows)));

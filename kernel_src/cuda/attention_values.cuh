@@ -9,10 +9,10 @@
 
 namespace h100_diffusers_kernels {
 
-// Returns whether the outputs of all rows of the warp are finite, and the largest of each row is at least
-// 2^13 times the error of small values, which is then negligible beside bfloat16's rounding.
+// Returns whether the outputs of all rows with keys of the warp are finite, and the largest of each row is at
+// least 2^13 times the error of small values, which is then negligible beside bfloat16's rounding.
 template <class Tile>
-__device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) {
+__device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs, const bool (&has_keys)[2]) {
   constexpr float kLeast = 0x1p-16f;
   constexpr uint32_t kRowLanes = 0x11111111;  // the first of the four lanes of each row
   float largest[2] = {0, 0};
@@ -22,7 +22,7 @@ __device__ __forceinline__ bool has_accurate_rows(const Outputs<Tile>& outputs) 
   bool are_accurate = __all_sync(~0u, largest[0] < INFINITY && largest[1] < INFINITY);  // NaN fails.
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    uint32_t lanes = __ballot_sync(~0u, largest[row] >= kLeast);
+    uint32_t lanes = __ballot_sync(~0u, largest[row] >= kLeast || !has_keys[row]);
     lanes |= lanes >> 1;
     lanes |= lanes >> 2;
     are_accurate = are_accurate && (lanes & kRowLanes) == kRowLanes;
@@ -94,12 +94,15 @@ struct Workspace {
 };
 
 // Converts the values into the workspace and sets its parts in params.
-inline void prepare_workspace(const char* operation, AttentionKernelParams& params, Stream stream) {
+//
+// tile_keys: rows of a box of values
+inline void prepare_workspace(const char* operation, AttentionKernelParams& params, int tile_keys,
+                              Stream stream) {
   const AttentionParams& args = params.args;
   HeadsTensor values =
       contiguous_tensor(args.workspace, args.batch, args.key_length, args.key_heads, value_columns(args));
   values.head_dim = args.head_dim;
-  params.half_values = map_tensor(operation, values, DType::kFloat16, kTileKeys);
+  params.half_values = map_tensor(operation, values, DType::kFloat16, tile_keys);
   params.claimed_tiles = Workspace(args).claimed_tiles(args.workspace);
   ValueKernelParams conversion{args.v,
                                static_cast<__half*>(args.workspace),
