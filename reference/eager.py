@@ -9,7 +9,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from references import of_query_and_key, split_heads
+from references import attended_keys, of_query_and_key, split_heads
 
 
 def _is_mixed(x, *others):
@@ -268,12 +268,15 @@ def attention(
     gate=None,
     addend=None,
     return_lse=False,
+    blocks=None,
 ):
+    """Blocks are a mask."""
     options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
+    options["blocks"] = blocks
     if return_lse:
         by_head = (q, k) if heads is None else split_heads(heads, q, k)
         out = attention(q, k, v, **options, heads=heads, addend=addend)
-        return out, _log_sum_exp(*by_head, scale, key_bias, key_lengths)
+        return out, _log_sum_exp(*by_head, scale, key_bias, key_lengths, blocks)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         out = attention(q, k, v, **options).flatten(2)
@@ -288,6 +291,9 @@ def attention(
         k, v = (t.masked_fill(padding[:, :, None, None], 0) for t in (k, v))
         mask = q.new_zeros(padding.shape)[:, None, None] if mask is None else mask
         mask = mask.masked_fill(padding[:, None, None], -math.inf)
+    if blocks is not None:
+        mask = q.new_zeros(1, 1, 1, 1) if mask is None else mask
+        mask = mask.masked_fill(~_attended_keys(blocks, q, k.shape[1]), -math.inf)
     # Aligned, because PyTorch's own kernels have returned NaN for misaligned tensors.
     q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(1, 2) for t in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
@@ -304,7 +310,18 @@ def attention_int8(q, k, v, **options):
     return attention(q, k, v, **options)
 
 
-def _log_sum_exp(q, k, scale, key_bias, key_lengths):
+def _attended_keys(blocks, q, keys):
+    """Bool (batch, heads, queries, keys)."""
+    batch, queries, heads, _ = q.shape
+    entries = [
+        attended_keys(blocks, b, h, queries, keys) for b in range(batch) for h in range(heads)
+    ]
+    if not entries:
+        return torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=q.device)
+    return torch.stack(entries).unflatten(0, (batch, heads)).to(q.device)
+
+
+def _log_sum_exp(q, k, scale, key_bias, key_lengths, blocks=None):
     keys = k.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=2).permute(0, 2, 3, 1)
     scores = (q.transpose(1, 2) @ keys) * (q.shape[3] ** -0.5 if scale is None else scale)
     scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -313,6 +330,8 @@ def _log_sum_exp(q, k, scale, key_bias, key_lengths):
     if key_lengths is not None:
         is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
         scores = scores.masked_fill(is_padding[:, None, None], -math.inf)
+    if blocks is not None:
+        scores = scores.masked_fill(~_attended_keys(blocks, q, k.shape[1]), -math.inf)
     return scores.logsumexp(-1).transpose(1, 2)
 
 

@@ -375,20 +375,25 @@ def attention(
     gate=None,
     addend=None,
     return_lse=False,
+    blocks=None,
 ):
     q, k, v, key_bias, gate, addend = _double(q, k, v, key_bias, gate, addend)
+    options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "blocks": blocks}
     if return_lse:
-        by_head = (q, k) if heads is None else split_heads(heads, q, k)
-        lse = _log_sum_exp(*by_head, scale, key_bias, key_lengths)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths}
-        options |= {"heads": heads, "gate": gate, "addend": addend}
-        return attention(q, k, v, **options), lse
+        by_head = (q, k, v) if heads is None else split_heads(heads, q, k, v)
+        if blocks is None:
+            lse = _log_sum_exp(*by_head[:2], scale, key_bias, key_lengths)
+        else:
+            _, lse = _attention_by_blocks(*by_head, scale, key_bias, key_lengths, blocks)
+        return attention(q, k, v, **options, heads=heads, gate=gate, addend=addend), lse
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "gate": gate}
-        out = attention(q, k, v, **options).flatten(2)
+        out = attention(q, k, v, **options, gate=gate).flatten(2)
         return out if addend is None else out + addend
-    out = _ungated_attention(q, k, v, scale, key_bias, key_lengths)
+    if blocks is None:
+        out = _ungated_attention(q, k, v, scale, key_bias, key_lengths)
+    else:
+        out, _ = _attention_by_blocks(q, k, v, scale, key_bias, key_lengths, blocks)
     if gate is not None:
         out = out * gate[..., None]
     return out if addend is None else out + addend
@@ -448,6 +453,80 @@ def _one_head(q, k, v, scale, bias):
     e = torch.exp(scores - largest.masked_fill(largest == -math.inf, 0))
     total = e.sum(-1, keepdim=True)
     return (e / total.masked_fill(total == 0, 1)) @ v
+
+
+def attended_keys(blocks, b, h, queries, keys):
+    """The keys that each query of a batch entry and a head attends to: bool (queries, keys) on the CPU."""
+
+    def of_entry(tensor):
+        if tensor is None:
+            return None
+        return tensor[min(b, tensor.shape[0] - 1), min(h, tensor.shape[1] - 1)].cpu()
+
+    rows, columns = blocks.block_size
+    lists, full_lists = (
+        None if counts is None else [of_entry(counts).tolist(), of_entry(indices).tolist()]
+        for counts, indices in (
+            (blocks.kv_num_blocks, blocks.kv_indices),
+            (blocks.full_kv_num_blocks, blocks.full_kv_indices),
+        )
+    )
+    every = range(math.ceil(keys / columns))
+    bounds = of_entry(blocks.key_bounds)
+    is_attended = torch.zeros(queries, keys, dtype=torch.bool)
+    for i, first in enumerate(range(0, queries, rows)):
+        part = slice(first, min(first + rows, queries))
+        is_within = torch.ones(part.stop - first, keys, dtype=torch.bool)
+        if bounds is not None:
+            key = torch.arange(keys)
+            lowest, end = bounds[part].long().unbind(1)
+            is_within = (key >= lowest[:, None]) & (key < end[:, None])
+        bounded = every if lists is None and full_lists is None else _one_list(lists, i)
+        for block in bounded:
+            if block in every:
+                of_block = slice(block * columns, (block + 1) * columns)
+                is_attended[part, of_block] = is_within[:, of_block]
+        for block in _one_list(full_lists, i):
+            if block in every:
+                is_attended[part, block * columns : (block + 1) * columns] = True
+    return is_attended
+
+
+def _one_list(lists, i):
+    """The list of a query block. Without lists it is empty."""
+    if lists is None:
+        return []
+    counts, indices = lists
+    return indices[i][: max(counts[i], 0)]
+
+
+def _attention_by_blocks(q, k, v, scale, key_bias, key_lengths, blocks):
+    """Also the logarithms of the sums of the exponentials. Keys that no query of a block attends to are not
+    read."""
+    batch, queries, heads, head_dim = q.shape
+    keys, rows = k.shape[1], blocks.block_size[0]
+    if q.numel() == 0:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    outs, sums = [], []
+    for b in range(batch):
+        length = keys if key_lengths is None else min(max(int(key_lengths[b]), 0), keys)
+        for h in range(heads):
+            is_attended = attended_keys(blocks, b, h, queries, keys).to(q.device)
+            key_head = h // (heads // k.shape[2])
+            for first in range(0, queries, rows):
+                part = slice(first, first + rows)
+                read = is_attended[part, :length].any(0).nonzero()[:, 0]
+                scores = scale * (q[b, part, h] @ k[b, read, key_head].T)
+                if key_bias is not None:
+                    scores = scores + key_bias[b, read]
+                scores = scores.masked_fill(~is_attended[part][:, read], -math.inf)
+                lse = scores.logsumexp(1)
+                weights = (scores - lse.masked_fill(lse == -math.inf, 0)[:, None]).exp()
+                outs.append(weights @ v[b, read, key_head])
+                sums.append(lse)
+    out = torch.cat(outs).unflatten(0, (batch, heads, queries)).transpose(1, 2)
+    return out, torch.cat(sums).unflatten(0, (batch, heads, queries)).transpose(1, 2)
 
 
 def _biased(x, bias):

@@ -350,6 +350,8 @@ TABLE_OPERATIONS = [*BRANCH_OPERATIONS, "rms_norm_modulate", "layer_norm_modulat
 HEADS_GIVEN = "attention_heads_given"
 # With the logarithms of the sums of the exponentials.
 WITH_LSE = "attention_with_lse"
+# With lists of key blocks, and bounds.
+WITH_BLOCKS = "attention_with_blocks"
 INT8_HEADS_GIVEN, INT8_WITH_LSE = "attention_int8_heads_given", "attention_int8_with_lse"
 # With LayerNorm of each head.
 OF_LAYER_NORM = "qk_norm_rope_of_layer_norm"
@@ -387,6 +389,7 @@ CALLS = [
     RMS_CHANNELS_LAST,
     HEADS_GIVEN,
     WITH_LSE,
+    WITH_BLOCKS,
     INT8_HEADS_GIVEN,
     INT8_WITH_LSE,
     OF_LAYER_NORM,
@@ -526,6 +529,8 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
             arguments = {key: t.unflatten(2, (-1, head_dim)) for key, t in arguments.items()}
         if name.endswith("with_lse"):
             arguments["return_lse"] = True
+        if name == WITH_BLOCKS:
+            arguments["blocks"] = sample_of_blocks(kernel, shape, count, device)
         arguments["scale"] = 0.2
         if operation_of(name) == "attention":
             arguments["key_bias"] = tensor(batch, seq)
@@ -574,6 +579,22 @@ def sample(kernel, name, *, dtype, device, shape=(2, 16, 256), heads=HEADS, layo
     arguments.update({key: tensor(columns, mean=mean) for key in operation.vectors})
     arguments.update({key: choices[1] for key, choices in operation.strings})
     return getattr(kernel, name), arguments
+
+
+def sample_of_blocks(kernel, shape, heads, device):
+    """All blocks are bounded ones, and for the last head also full ones. The bounds leave each query a key in
+    the first half of the keys."""
+    batch, seq, _ = shape
+    rows = math.ceil(seq / 64)
+    indices = torch.arange(rows, dtype=torch.int32).expand(1, 1, rows, rows).contiguous()
+    counts = torch.full((1, 1, rows), rows, dtype=torch.int32)
+    full_counts = torch.zeros(batch, heads, rows, dtype=torch.int32)
+    full_counts[:, -1] = rows
+    query = torch.arange(seq, dtype=torch.int32)
+    fields = counts, indices, full_counts, indices.expand(batch, heads, rows, rows).contiguous()
+    bounds = torch.stack([query // 2, query + 1], 1)[None, None]
+    *fields, bounds = (tensor.to(device) for tensor in (*fields, bounds))
+    return kernel.KeyBlocks(*fields, (64, 64), bounds)
 
 
 def low_rank(rows, out_features, rank, *, dtype, device):
@@ -742,7 +763,7 @@ def without_optional(name, arguments):
     parameters, left_out = parameters_of(name), {*optional_tensors(name)}
     if operation_of(name) == "lora_down" and name != LORA_DOWN_OF_16_BITS:
         return {key: arguments[key] for key in ("x", "downs", "x_scale")}
-    kept = ["rope", "k_rope", "sin", "heads", "return_lse"]
+    kept = ["rope", "k_rope", "sin", "heads", "return_lse", "blocks"]
     operation = TABLE.get(operation_of(name).removesuffix("_fp8"), Operation())
     if not left_out >= {*operation.modulations}:
         kept.append("index")  # of the tables

@@ -214,6 +214,8 @@ def sentence(name):
     if name == "qk_norm_rope":
         fields = {"cos", "sin", "coordinates", "frequencies"}
         names |= fields | {f"k_{field}" for field in fields} | {"q_out", "k_out", "v_out"}
+    if name == "attention":
+        names |= set(load_kernel().KeyBlocks._fields)
     if name == "rope_3d":
         names |= {f"{axis}_{field}" for axis in GRID_AXES for field in ("cos", "sin")}
     argument = "|".join(sorted(names))

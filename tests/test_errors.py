@@ -35,6 +35,7 @@ from inputs import (
     TABLE,
     TABLE_OPERATIONS,
     TABLE_ROWS,
+    WITH_BLOCKS,
     WITH_FP8_RESULT,
     coordinates_and_frequencies,
     dtype_text,
@@ -85,7 +86,8 @@ OUT_FIELDS = {"q_out": 0, "k_out": 1, "v_out": 2}
 AXIS_FIELDS = {
     f"{axis}_{name}": (axis, i) for axis in GRID_AXES for i, name in enumerate(("cos", "sin"))
 }
-GROUPS = {"rope": ROPE_FIELDS, "k_rope": KEY_FIELDS, "out": OUT_FIELDS}
+BLOCK_FIELDS = {name: i for i, name in enumerate(load_kernel().KeyBlocks._fields)}
+GROUPS = {"rope": ROPE_FIELDS, "k_rope": KEY_FIELDS, "out": OUT_FIELDS, "blocks": BLOCK_FIELDS}
 PLACES = {name: (group, i) for group, fields in GROUPS.items() for name, i in fields.items()}
 PLACES |= AXIS_FIELDS
 
@@ -556,6 +558,67 @@ of_values = [(BATCH, SEQ, HEADS, HEAD_DIM), (BATCH, SEQ, HEAD_DIM), (BATCH, 1, w
 wrong_shapes(ATTENTIONS, "v", *of_values, **packed)
 
 
+# Key blocks: one block of queries and one of keys. Lists of full blocks are (BATCH, HEADS, 1, 1), others are
+# shared.
+
+BOUNDED_LISTS = {"kv_num_blocks": "kv_indices", "kv_indices": "kv_num_blocks"}
+FULL_LISTS = {f"full_{one}": f"full_{other}" for one, other in BOUNDED_LISTS.items()}
+PAIRED = BOUNDED_LISTS | FULL_LISTS
+for argument in (*PAIRED, "key_bounds"):
+    wrong_dtypes(WITH_BLOCKS, argument, torch.int64, torch.float32, torch.bool)
+    device = replace(argument, other_device)
+    mistake(WITH_BLOCKS, argument, "device", "", device, is_device=True)
+    mistake(WITH_BLOCKS, argument, "list", "list", replace(argument, as_list))
+    inner = {"key_bounds": (SEQ, 2)}.get(argument, (1, 1) if "indices" in argument else (1,))
+    for leading in ((BATCH + 1, HEADS), (BATCH, HEADS + 1), (BATCH, 2), (0, 1), (1, 0), (1,), ()):
+        wrong_shapes(WITH_BLOCKS, argument, (*leading, *inner))
+    wrong_shapes(WITH_BLOCKS, argument, (1, 1, 1, *inner), (1, 1, inner[0] + 1, *inner[1:]), ())
+    of_all = replace(argument, lambda t: t.expand(BATCH, HEADS, *t.shape[2:]))
+    if argument == "key_bounds":
+        strides = shape_text(0, 0, 2, 1)
+        mistake(WITH_BLOCKS, argument, "expanded", strides, of_all)
+        mistake(WITH_BLOCKS, argument, "stride", "4, 2)", replace(argument, every_second))
+        transposed = replace(argument, lambda t: t.mT.contiguous().mT)
+        mistake(
+            WITH_BLOCKS, argument, "transposed", shape_text(2 * SEQ, 2 * SEQ, 1, SEQ), transposed
+        )
+    else:
+        mistake(WITH_BLOCKS, argument, "None", "None", replace(argument, lambda _: None))
+for argument in BOUNDED_LISTS:
+    of_all = replace(argument, lambda t: t.expand(BATCH, HEADS, *t.shape[2:]))
+    both = all_of(of_all, replace(PAIRED[argument], lambda t: t.expand(BATCH, HEADS, *t.shape[2:])))
+    mistake(WITH_BLOCKS, "kv_num_blocks", f"expanded with {argument}", "strides (0, 0", both)
+several = replace("kv_indices", of_shape(BATCH, HEADS, 1, 1))
+mistake(WITH_BLOCKS, "kv_indices", "of each", shape_text(BATCH, HEADS, 1, 1), several)
+shared = replace("full_kv_num_blocks", of_shape(1, HEADS, 1))
+mistake(WITH_BLOCKS, "full_kv_indices", "of each", shape_text(BATCH, HEADS, 1, 1), shared)
+strided = replace("kv_indices", lambda t: torch.cat([t, t], 3).repeat(1, 1, 1, 2)[..., ::2])
+mistake(WITH_BLOCKS, "kv_indices", "stride", "2)", strided)
+wrong_shapes(WITH_BLOCKS, "key_bounds", (1, 1, SEQ, 1), (1, 1, SEQ, 3), (1, 1, 2, SEQ))
+sizes = (
+    (64,),
+    (64, 64, 64),
+    [64, 64],
+    64,
+    None,
+    "64",
+    (64.0, 64),
+    (True, 64),
+    (64, None),
+    (64, "64"),
+)
+wrong_values(WITH_BLOCKS, "block_size", *sizes, got="")
+for size in ((64, 96), (32, 64), (256, 128), (1, 1)):
+    wrong_values(WITH_BLOCKS, "block_size", size)
+for value in (0, -64, 2**70):
+    wrong_values(WITH_BLOCKS, "block_size", (64, value), got=str(value))
+    wrong_values(WITH_BLOCKS, "block_size", (value, 64), got=str(value))
+no_blocks = torch.ones(BATCH, SEQ), True, 1, "foo", (), (None,) * 6, torch.int32
+wrong_values("attention", "blocks", *no_blocks, got="")
+with_out = replace("out", lambda _: torch.zeros(BATCH, SEQ, HEADS, HEAD_DIM).bfloat16())
+mistake(WITH_BLOCKS, "out", "given", "Tensor", with_out)
+
+
 # --------------------------------------------------------------------------------------------------
 # The tests
 
@@ -670,6 +733,7 @@ ACCEPTED_TYPES = {
     **dict.fromkeys(("heads", "num_groups"), "an integer"),
     **dict.fromkeys(("tanh_gate", "return_lse", "inplace"), "True or False"),
     **dict.fromkeys(("rope", "k_rope"), A_ROPE),
+    "blocks": "a KeyBlocks",
     "out": "a tuple (q_out, k_out) or (q_out, k_out, v_out) of tensors",
 }
 
@@ -951,6 +1015,8 @@ of_all = f"{QUERIES} {{}} * 1 * 1"
 limit(ATTENTIONS, of_all, lambda n: dict.fromkeys("qkv", rows(n, 1, 1)), MANY)
 limit(ATTENTIONS, f"{QUERIES} 1 * {{}} * 1", lambda n: {"q": rows(1, n, 1)}, MANY)
 limit(ATTENTIONS, KEYS, lambda n: dict.fromkeys("kv", rows(1, n, 1)), MANY)
+of_blocks = "k must have a seq of at most 8388608, got {}"
+limit(WITH_BLOCKS, of_blocks, lambda n: dict.fromkeys("kv", rows(1, n, 1)), 2**23 + 1)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

@@ -22,7 +22,14 @@ MODULE = "h100_diffusers_kernels"
 SOURCES = CHECKOUT / "torch-ext" / MODULE
 
 # The public names besides the operations. An addition to either needs a new version in build.toml.
-OTHER_NAMES = {"CoordinateRope", "InjectionReport", "KeyBlocks", "eject_kernels", "inject_kernels", "layers"}
+OTHER_NAMES = {
+    "CoordinateRope",
+    "InjectionReport",
+    "KeyBlocks",
+    "eject_kernels",
+    "inject_kernels",
+    "layers",
+}
 OTHER_NAMES |= {"context_parallel_plan", "register_attention_backend"}
 OTHER_NAMES |= {"enable_guidance_parallelism", "enable_tile_parallelism"}
 

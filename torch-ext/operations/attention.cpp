@@ -125,7 +125,8 @@ void set_block_list(AttentionParams& params, const ArgumentChecker& check, const
                     const OptionalTensor& counts, const char* indices_name, const OptionalTensor& indices,
                     KeyBlockList& list) {
   if (counts.has_value() != indices.has_value())
-    fail(check.operation(), counts_name, " and ", indices_name, " must be given together");
+    fail(check.operation(), counts.has_value() ? indices_name : counts_name, " must be given with ",
+         counts.has_value() ? counts_name : indices_name, ", got None");
   if (!counts.has_value()) return;
   const int64_t rows = blocks_of(params.query_length, params.blocks.query_rows);
   check_of_heads(params, check, counts_name, *counts, {rows}, list.strides);

@@ -47,6 +47,12 @@ def _masked(q, k, v, key_bias, key_lengths, heads, is_attended=None):
         k, v = (tensor.masked_fill(is_padding[:, :, None, None], 0) for tensor in (k, v))
     if is_attended is not None:
         mask = mask.masked_fill(~is_attended, -torch.inf)
+        is_read = is_attended.any(2)  # The kernel does not read other keys, which may be NaN.
+        if is_read.shape[1] != 1:
+            groups = k.shape[2], q.shape[2] // max(k.shape[2], 1)
+            is_read = is_read.unflatten(1, groups).any(2)
+        is_unread = ~is_read.transpose(1, 2)[..., None]
+        k, v = (tensor.masked_fill(is_unread, 0) for tensor in (k, v))
     has_keys = (mask != -torch.inf).any(3)
     return q, k, v, mask.masked_fill(~has_keys[..., None], 0), has_keys.transpose(1, 2)
 
@@ -94,7 +100,7 @@ def _formula_with_lse(
 def _formula_of_blocks(q, k, v, scale, key_bias, key_lengths, heads, gate, addend, *blocks):
     *lists, query_rows, key_rows, key_bounds = blocks
     key_blocks = KeyBlocks(*lists, (query_rows, key_rows), key_bounds)
-    is_attended = key_blocks.is_attended(q.shape[1], k.shape[1])
+    is_attended = key_blocks.is_attended(q.shape[1], k.shape[1]).to(q.device)
     return _formula_with_lse(
         q, k, v, scale, key_bias, key_lengths, heads, gate, addend, is_attended
     )
