@@ -293,7 +293,9 @@ def attention(
         mask = mask.masked_fill(padding[:, None, None], -math.inf)
     if blocks is not None:
         mask = q.new_zeros(1, 1, 1, 1) if mask is None else mask
-        mask = mask.masked_fill(~_attended_keys(blocks, q, k.shape[1]), -math.inf)
+        mask = mask.masked_fill(
+            ~attended_keys(blocks, q.shape[1], k.shape[1]).to(q.device), -math.inf
+        )
     # Aligned, because PyTorch's own kernels have returned NaN for misaligned tensors.
     q, k, v = (t.clone(memory_format=torch.contiguous_format).transpose(1, 2) for t in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
@@ -310,17 +312,6 @@ def attention_int8(q, k, v, **options):
     return attention(q, k, v, **options)
 
 
-def _attended_keys(blocks, q, keys):
-    """Bool (batch, heads, queries, keys)."""
-    batch, queries, heads, _ = q.shape
-    entries = [
-        attended_keys(blocks, b, h, queries, keys) for b in range(batch) for h in range(heads)
-    ]
-    if not entries:
-        return torch.ones(batch, heads, queries, keys, dtype=torch.bool, device=q.device)
-    return torch.stack(entries).unflatten(0, (batch, heads)).to(q.device)
-
-
 def _log_sum_exp(q, k, scale, key_bias, key_lengths, blocks=None):
     keys = k.repeat_interleave(q.shape[2] // max(k.shape[2], 1), dim=2).permute(0, 2, 3, 1)
     scores = (q.transpose(1, 2) @ keys) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -331,7 +322,9 @@ def _log_sum_exp(q, k, scale, key_bias, key_lengths, blocks=None):
         is_padding = torch.arange(k.shape[1], device=k.device) >= key_lengths[:, None]
         scores = scores.masked_fill(is_padding[:, None, None], -math.inf)
     if blocks is not None:
-        scores = scores.masked_fill(~_attended_keys(blocks, q, k.shape[1]), -math.inf)
+        scores = scores.masked_fill(
+            ~attended_keys(blocks, q.shape[1], k.shape[1]).to(q.device), -math.inf
+        )
     return scores.logsumexp(-1).transpose(1, 2)
 
 

@@ -378,25 +378,19 @@ def attention(
     blocks=None,
 ):
     q, k, v, key_bias, gate, addend = _double(q, k, v, key_bias, gate, addend)
-    options = {"scale": scale, "key_bias": key_bias, "key_lengths": key_lengths, "blocks": blocks}
-    if return_lse:
-        by_head = (q, k, v) if heads is None else split_heads(heads, q, k, v)
-        if blocks is None:
-            lse = _log_sum_exp(*by_head[:2], scale, key_bias, key_lengths)
-        else:
-            _, lse = _attention_by_blocks(*by_head, scale, key_bias, key_lengths, blocks)
-        return attention(q, k, v, **options, heads=heads, gate=gate, addend=addend), lse
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        out = attention(q, k, v, **options, gate=gate).flatten(2)
-        return out if addend is None else out + addend
-    if blocks is None:
-        out = _ungated_attention(q, k, v, scale, key_bias, key_lengths)
+    masks = scale, key_bias, key_lengths
+    if blocks is not None:
+        out, lse = _attention_by_blocks(q, k, v, *masks, blocks)
     else:
-        out, _ = _attention_by_blocks(q, k, v, scale, key_bias, key_lengths, blocks)
+        out = _ungated_attention(q, k, v, *masks)
+        lse = _log_sum_exp(q, k, *masks) if return_lse else None
     if gate is not None:
         out = out * gate[..., None]
-    return out if addend is None else out + addend
+    out = out if heads is None else out.flatten(2)
+    out = out if addend is None else out + addend
+    return (out, lse) if return_lse else out
 
 
 def attention_int8(q, k, v, **options):
@@ -455,78 +449,64 @@ def _one_head(q, k, v, scale, bias):
     return (e / total.masked_fill(total == 0, 1)) @ v
 
 
-def attended_keys(blocks, b, h, queries, keys):
-    """The keys that each query of a batch entry and a head attends to: bool (queries, keys) on the CPU."""
-
-    def of_entry(tensor):
-        if tensor is None:
-            return None
-        return tensor[min(b, tensor.shape[0] - 1), min(h, tensor.shape[1] - 1)].cpu()
-
+def attended_keys(blocks, queries, keys):
+    """The keys that each query attends to: bool (batch or 1, heads or 1, queries, keys)."""
     rows, columns = blocks.block_size
-    lists, full_lists = (
-        None if counts is None else [of_entry(counts).tolist(), of_entry(indices).tolist()]
+    shape = math.ceil(queries / rows), math.ceil(keys / columns)
+    bounded, full = (
+        None if counts is None else _listed(counts, indices, *shape)
         for counts, indices in (
             (blocks.kv_num_blocks, blocks.kv_indices),
             (blocks.full_kv_num_blocks, blocks.full_kv_indices),
         )
     )
-    every = range(math.ceil(keys / columns))
-    bounds = of_entry(blocks.key_bounds)
-    is_attended = torch.zeros(queries, keys, dtype=torch.bool)
-    for i, first in enumerate(range(0, queries, rows)):
-        part = slice(first, min(first + rows, queries))
-        is_within = torch.ones(part.stop - first, keys, dtype=torch.bool)
-        if bounds is not None:
-            key = torch.arange(keys)
-            lowest, end = bounds[part].long().unbind(1)
-            is_within = (key >= lowest[:, None]) & (key < end[:, None])
-        bounded = every if lists is None and full_lists is None else _one_list(lists, i)
-        for block in bounded:
-            if block in every:
-                of_block = slice(block * columns, (block + 1) * columns)
-                is_attended[part, of_block] = is_within[:, of_block]
-        for block in _one_list(full_lists, i):
-            if block in every:
-                is_attended[part, block * columns : (block + 1) * columns] = True
-    return is_attended
+    if bounded is None:
+        bounded = torch.full((1, 1, *shape), full is None)
+    full = torch.zeros_like(bounded) if full is None else full
+    bounded, full = (
+        listed.repeat_interleave(rows, 2)[:, :, :queries].repeat_interleave(columns, 3)[..., :keys]
+        for listed in (bounded, full)
+    )
+    if blocks.key_bounds is not None:
+        first, end = blocks.key_bounds.cpu().long().unbind(-1)
+        key = torch.arange(keys)
+        bounded = bounded & (key >= first[..., None]) & (key < end[..., None])
+    return bounded | full
 
 
-def _one_list(lists, i):
-    """The list of a query block. Without lists it is empty."""
-    if lists is None:
-        return []
-    counts, indices = lists
-    return indices[i][: max(counts[i], 0)]
+def _listed(counts, indices, query_blocks, key_blocks):
+    """Bool (batch or 1, heads or 1, query blocks, key blocks)."""
+    lists = indices.flatten(0, 2).tolist()
+    listed = [[False] * key_blocks for _ in lists]
+    for row, count in enumerate(counts.flatten().tolist()):
+        for block in lists[row][: max(count, 0)]:
+            if 0 <= block < key_blocks:
+                listed[row][block] = True
+    shape = *counts.shape[:2], query_blocks, key_blocks
+    return torch.tensor(listed, dtype=torch.bool).reshape(shape)
 
 
 def _attention_by_blocks(q, k, v, scale, key_bias, key_lengths, blocks):
-    """Also the logarithms of the sums of the exponentials. Keys that no query of a block attends to are not
-    read."""
-    batch, queries, heads, head_dim = q.shape
-    keys, rows = k.shape[1], blocks.block_size[0]
+    """Also the logarithms of the sums of the exponentials. Keys that no query attends to may be NaN."""
+    queries, keys = q.shape[1], k.shape[1]
     if q.numel() == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:3])
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    outs, sums = [], []
-    for b in range(batch):
-        length = keys if key_lengths is None else min(max(int(key_lengths[b]), 0), keys)
-        for h in range(heads):
-            is_attended = attended_keys(blocks, b, h, queries, keys).to(q.device)
-            key_head = h // (heads // k.shape[2])
-            for first in range(0, queries, rows):
-                part = slice(first, first + rows)
-                read = is_attended[part, :length].any(0).nonzero()[:, 0]
-                scores = scale * (q[b, part, h] @ k[b, read, key_head].T)
-                if key_bias is not None:
-                    scores = scores + key_bias[b, read]
-                scores = scores.masked_fill(~is_attended[part][:, read], -math.inf)
-                lse = scores.logsumexp(1)
-                weights = (scores - lse.masked_fill(lse == -math.inf, 0)[:, None]).exp()
-                outs.append(weights @ v[b, read, key_head])
-                sums.append(lse)
-    out = torch.cat(outs).unflatten(0, (batch, heads, queries)).transpose(1, 2)
-    return out, torch.cat(sums).unflatten(0, (batch, heads, queries)).transpose(1, 2)
+    is_attended = attended_keys(blocks, queries, keys).to(q.device)
+    is_attended = is_attended.expand(q.shape[0], q.shape[2], -1, -1)
+    if key_lengths is not None:
+        is_key = torch.arange(keys, device=q.device) < key_lengths[:, None]
+        is_attended = is_attended & is_key[:, None, None]
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2).transpose(1, 2) for t in (k, v))
+    is_unread = ~is_attended.any(2)[..., None]
+    k, v = k.masked_fill(is_unread, 0), v.masked_fill(is_unread, 0)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = scale * (q.transpose(1, 2) @ k.mT)
+    if key_bias is not None:
+        scores = scores + key_bias[:, None, None]
+    scores = scores.masked_fill(~is_attended, -math.inf)
+    lse = scores.logsumexp(3)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+    return (weights @ v).transpose(1, 2), lse.transpose(1, 2)
 
 
 def _biased(x, bias):

@@ -9,6 +9,9 @@ import sys
 
 import torch
 
+from inputs import WRITABLE_LAYOUTS, load_kernel
+from test_attention import check_attention, gate_and_addend, in_one, masks, query_key_value
+
 INT32_MAX = 2**31 - 1
 BLOCK_SIZES = [(64, 64), (64, 128), (128, 64), (128, 128)]
 
@@ -89,9 +92,6 @@ def key_blocks(
 
 def random_call(kernel, seed, device):
     """Arguments of attention, and what they are."""
-    from inputs import WRITABLE_LAYOUTS
-    from test_attention import gate_and_addend, in_one, masks, query_key_value
-
     rng = random.Random(seed)
     torch.manual_seed(seed)
     batch, key_heads = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
@@ -141,8 +141,6 @@ def random_call(kernel, seed, device):
 
 def check(kernel, seed, device):
     """What the call is, and its fault or None."""
-    from test_attention import check_attention
-
     tensors, options, what = random_call(kernel, seed, device)
     try:
         check_attention(kernel, *tensors, **options)
@@ -152,12 +150,10 @@ def check(kernel, seed, device):
 
 
 def main(count=1000, first=0):
-    from conftest import load_kernel
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    faults = 0
+    kernel, faults = load_kernel(), 0
     for seed in range(first, first + count):
-        what, fault = check(load_kernel(), seed, device)
+        what, fault = check(kernel, seed, device)
         if fault is not None:
             faults += 1
             print(f"seed {seed}: {what}: {fault}", flush=True)

@@ -320,6 +320,10 @@ def counted_call(kernel, name, x):
         return kernel.attention(x, one, one)
     if name == "attention_keys":
         return kernel.attention(one, x, x)
+    if name == "attention_blocks":
+        end = torch.arange(x.shape[1], dtype=torch.int32, device=x.device) + 1
+        bounds = torch.stack([end // 2, end], 1)[None, None]
+        return kernel.attention(x, x, x, blocks=kernel.KeyBlocks(key_bounds=bounds))
     if name == "rope":
         return kernel.rope(x, *rope)
     if name == "rope_3d":
@@ -334,7 +338,8 @@ def counted_call(kernel, name, x):
     return kernel.qk_norm_rope(x, k, rope=rope, **options)
 
 
-COUNTED_CALLS = ["attention_queries", "attention_keys", "geglu", *ROPE_OPERATIONS, *QK_OPERATIONS]
+COUNTED_CALLS = ["attention_queries", "attention_keys", "attention_blocks", "geglu"]
+COUNTED_CALLS += [*ROPE_OPERATIONS, *QK_OPERATIONS]
 
 
 @pytest.mark.parametrize("name", COUNTED_CALLS)

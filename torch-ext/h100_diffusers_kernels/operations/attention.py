@@ -64,7 +64,8 @@ def _formula(
     q, k, v, mask, has_keys = _masked(q, k, v, key_bias, key_lengths, heads, is_attended)
     # PyTorch's fused kernels support neither forward mode nor vmap. With a mask, on CUDA, they do not accept
     # every length if it requires grad, and give wrong gradients of the query if it does not.
-    options = {"attn_mask": mask, "scale": scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    # A comparison of symbolic sizes is no bool.
+    options = {"attn_mask": mask, "scale": scale, "enable_gqa": bool(q.shape[2] != k.shape[2])}
     differentiated = () if mask is None else (q, k, v, mask)
     with sdpa_kernel(SDPBackend.MATH) if is_differentiated(*differentiated) else nullcontext():
         out = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
@@ -98,8 +99,9 @@ def _formula_with_lse(
 
 
 def _formula_of_blocks(q, k, v, scale, key_bias, key_lengths, heads, gate, addend, *blocks):
-    *lists, query_rows, key_rows, key_bounds = blocks
-    key_blocks = KeyBlocks(*lists, (query_rows, key_rows), key_bounds)
+    counts, indices, full_counts, full_indices, query_rows, key_rows, key_bounds = blocks
+    block_size = query_rows, key_rows
+    key_blocks = KeyBlocks(counts, indices, full_counts, full_indices, block_size, key_bounds)
     is_attended = key_blocks.is_attended(q.shape[1], k.shape[1]).to(q.device)
     return _formula_with_lse(
         q, k, v, scale, key_bias, key_lengths, heads, gate, addend, is_attended
@@ -278,12 +280,17 @@ def _attention_fake(q, k, v, *_):
     return q.new_empty(q.shape)
 
 
+def _fake_lse(q, heads):
+    """Of a q with any number of dimensions, which the kernel checks."""
+    count = (*q.shape[2:], 1)[0] if heads is None else heads
+    return q.new_empty((*q.shape[:2], count), dtype=torch.float32)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("attention_blocks"))
 @torch.library.register_fake(add_op_namespace_prefix("attention_lse"))
 def _attention_lse_fake(q, k, v, _scale, _bias, _lengths, heads, *_):
     required(k, v)
-    count = q.shape[2] if heads is None else heads
-    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], count), dtype=torch.float32)
+    return q.new_empty(q.shape), _fake_lse(q, heads)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_int8"))
@@ -295,8 +302,7 @@ def _attention_int8_fake(q, k, v, *_):
 @torch.library.register_fake(add_op_namespace_prefix("attention_int8_lse"))
 def _attention_int8_lse_fake(q, k, v, _scale, _lengths, heads, *_):
     required(k, v)
-    count = q.shape[2] if heads is None else heads
-    return q.new_empty(q.shape), q.new_empty((*q.shape[:2], count), dtype=torch.float32)
+    return q.new_empty(q.shape), _fake_lse(q, heads)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_out"))

@@ -45,7 +45,9 @@ class KeyBlocks(NamedTuple):
     def is_attended(self, queries: int, keys: int) -> Tensor:
         """``(B or 1, H or 1, queries, keys)``, bool: whether each query attends to each key."""
         bounded = _listed(self.kv_num_blocks, self.kv_indices, self.block_size, queries, keys)
-        full = _listed(self.full_kv_num_blocks, self.full_kv_indices, self.block_size, queries, keys)
+        full = _listed(
+            self.full_kv_num_blocks, self.full_kv_indices, self.block_size, queries, keys
+        )
         if self.key_bounds is not None:
             key = torch.arange(keys, device=self.key_bounds.device)
             first, end = self.key_bounds[..., :1], self.key_bounds[..., 1:]
