@@ -6,11 +6,13 @@ import itertools
 import logging
 import shutil
 import sys
+import types
 
 import diffusers
 import pytest
 import torch
 from diffusers.models import attention_dispatch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from checks import relative_distance
 from conftest import CHECKOUT, REPO_ID, VERSION
@@ -98,6 +100,74 @@ def test_masks_as_for_the_native_backend(backend, device):
                 assert relative_distance(dispatch(q, k, v, mask), expected) < 0.02, (shape, mask)
 
 
+def window(b, h, q, k):
+    return (q - k).abs() <= 5 + 5 * h
+
+
+def block_mask(device, mask_mod=window):
+    shape = None, 4, 40, 24
+    mask = create_block_mask(mask_mod, *shape, device=device, BLOCK_SIZE=64)
+    return mask, create_mask(mask_mod, *shape, device=device)
+
+
+def test_masks_that_differ_between_queries(backend, device):
+    """The kernel computes them if the keys of each query are an interval."""
+    q, k, v = qkv(device)
+    blocks, dense = block_mask(device)
+    bias = torch.zeros(dense.shape, dtype=BF16, device=device).masked_fill(~dense, -torch.inf)
+    for mask in (blocks, dense, bias, dense.expand(2, 4, 40, 24)):
+        calls = kernel_calls(
+            lambda mask=mask: assert_attention(dispatch(q, k, v, mask), q, k, v, dense)
+        )
+        assert calls == {"attention_blocks": 1}
+    options = {"attention_kwargs": {"return_lse": True}}
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 8
+    exact = scores.masked_fill(~dense, -torch.inf).logsumexp(-1).transpose(1, 2)
+    for mask in (blocks, dense):
+        out, lse = dispatch(q, k, v, mask, **options)
+        assert_attention(out, q, k, v, dense)
+        torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_causal(backend, device):
+    """Of query and key in the same place, as PyTorch's."""
+    for queries, keys in ((40, 24), (24, 40)):
+        q, k, v = qkv(device, queries=queries, keys=keys)
+
+        def given(q=q, k=k, v=v):
+            assert_attention(dispatch(q, k, v, is_causal=True), q, k, v, is_causal=True)
+
+        assert kernel_calls(given) == {"attention_blocks": 1}
+    assert_attention(
+        dispatch(q.float(), k.float(), v.float(), is_causal=True), q, k, v, is_causal=True
+    )
+
+
+def test_a_block_mask_that_cannot_be_read(backend, device, caplog):
+    """FlexAttention computes it."""
+    caplog.set_level(logging.WARNING, logger="h100_diffusers_kernels")
+    q, k, v = qkv(device)
+    mask, dense = block_mask(device, lambda b, h, q, k: (q + k) % 2 == 0)
+    for _ in range(2):
+        assert_attention(dispatch(q, k, v, mask), q, k, v, dense)
+    readable, dense = block_mask(device)
+    exact = [x.float() for x in (q, k, v)]
+    assert_attention(dispatch(*exact, readable), *exact, dense)
+    messages = [r.getMessage() for r in caplog.records if r.name == "h100_diffusers_kernels"]
+    assert len(messages) == 2 and "does not give each query one interval" in messages[0]
+
+
+def test_masks_that_cannot_be_split(backend, device):
+    q, k, v = qkv(device, keys=40)
+    config = types.SimpleNamespace(context_parallel_config=object())
+    mask = create_block_mask(window, None, 4, 40, 40, device=device)
+    for options in ({"attn_mask": mask}, {"is_causal": True}):
+        with pytest.raises(ValueError, match="cannot be split between ranks: it"):
+            attention_dispatch._AttentionBackendRegistry._backends[backend](
+                q, k, v, _parallel_config=config, **options
+            )
+
+
 def test_grouped_queries(backend, device):
     q, k, v = qkv(device, key_heads=2)
     given = dispatch(q, k, v, enable_gqa=True)
@@ -111,11 +181,10 @@ def test_what_pytorch_computes(backend, device, caplog):
     by_query = torch.rand(2, 1, 40, 24, device=device) < 0.7
     for _ in range(2):
         assert_attention(dispatch(q, k, v, by_query), q, k, v, by_query)
-        assert_attention(dispatch(q, k, v, is_causal=True), q, k, v, is_causal=True)
         exact = [x.float() for x in (q, k, v)]
         assert_attention(dispatch(*exact), *exact)
     messages = [r.getMessage() for r in caplog.records if r.name == "h100_diffusers_kernels"]
-    assert len(messages) == 3 and all("runs PyTorch's attention" in text for text in messages)
+    assert len(messages) == 2 and all("runs PyTorch's attention" in text for text in messages)
     leaf = q.float().requires_grad_()
     dispatch(leaf.to(BF16), k, v).float().square().sum().backward()
     other = q.float().requires_grad_()

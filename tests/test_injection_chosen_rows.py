@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from changes import Wrap
+from checks import relative_distance
 from family import KERNEL_HEADS, TINY_HEADS, assert_close, prepared, run
 from ltx_models import kernel_calls
 
@@ -44,11 +45,9 @@ OPERATORS = {
 def test_operators_of_a_forward(kernel, device, family):
     model, _, arguments = prepared(family, device, torch.bfloat16, config=KERNEL_HEADS, batch=1)
     report = kernel.inject_kernels(model)
-    # Of Qwen-Image 2.1, text is one segment of the model's own attention.
-    assert kernel_calls(run, model, arguments) == {
-        **OPERATORS[family.name],
-        "attention": 4 if family is MINIMAX_H3 else 2,
-    }
+    # Qwen-Image 2.1 is causal.
+    attentions = {"attention": 4} if family is MINIMAX_H3 else {"attention_blocks": 2}
+    assert kernel_calls(run, model, arguments) == {**OPERATORS[family.name], **attentions}
     assert not any(entry.fell_back or entry.own_attention for entry in report.calls)
 
 
@@ -90,16 +89,27 @@ def test_without_a_timestep_of_the_condition(kernel, device):
     assert_close(run(model, arguments), QWEN_IMAGE21.reference(plain, arguments))
 
 
-def test_flex_attention_is_the_models_own(kernel, device):
-    model, plain, arguments = prepared(QWEN_IMAGE21, device)
+@pytest.mark.parametrize("mask", [None, "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flex_attention(kernel, device, dtype, mask):
+    """Its mask runs on the kernel. With padding in the text, and in float32, FlexAttention computes it."""
+    config = KERNEL_HEADS if dtype == torch.bfloat16 else TINY_HEADS
+    options = {"config": config, "mask": mask, "has_condition": True}
+    model, plain, arguments = prepared(QWEN_IMAGE21, device, dtype, **options)
     report = kernel.inject_kernels(model)
     for one in (model, plain):
-        one.transformer_blocks[0].attn.set_processor(
-            transformer_qwenimage21.QwenImage21FlexAttnProcessor()
-        )
-    assert_close(run(model, arguments), run(plain, arguments).double())
-    (entry,) = (e for e in report.calls if e.name == "transformer_blocks.0.attn")
-    assert "QwenImage21FlexAttnProcessor, which is not" in "".join(entry.fell_back)
+        for block in one.transformer_blocks:
+            block.attn.set_processor(transformer_qwenimage21.QwenImage21FlexAttnProcessor())
+    expected = run(plain, arguments).double()
+    distance = relative_distance(run(model, arguments).double(), expected)
+    assert distance < (1e-5 if dtype == torch.float32 else 0.02)
+    reasons = "".join(reason for entry in report.calls for reason in entry.fell_back)
+    if dtype == torch.bfloat16 and mask is not None:
+        assert "does not give each query one interval of keys" in reasons
+    else:
+        assert not reasons
+    if dtype == torch.bfloat16 and mask is None:
+        assert kernel_calls(run, model, arguments)["attention_blocks"] == 2
 
 
 def test_a_replaced_modulation_runs(kernel, device):

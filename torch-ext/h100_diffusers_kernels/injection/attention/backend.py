@@ -16,11 +16,16 @@ from torch import Tensor
 
 from ... import operations
 from ...operations.conditions import attention_takes, kernels_run_on
+from ...operations.key_blocks import KeyBlocks, causal_bounds, is_block_mask
 from ..core.checks import class_name
 from ..parallel.exchange import attend_in_parallel, config_of, config_of_model
 from .decision import (
     BACKEND_NAME,
     DISPATCH_MODULE,
+    FLEX,
+    MASK_DIFFERS,
+    blocks_of_block_mask,
+    blocks_of_mask,
     is_native,
     kernel_attention,
     key_bias_of,
@@ -29,6 +34,7 @@ from .decision import (
 
 logger = logging.getLogger("h100_diffusers_kernels")
 _logged: set[str] = set()
+_TENSORS = "its tensors need PyTorch's attention"
 
 
 def sdpa_of_tokens(
@@ -60,9 +66,10 @@ def register_attention_backend() -> str:
 
     ``model.set_attention_backend("h100")`` and diffusers' ``attention_backend("h100")`` choose it then, also
     with ``torch.compile`` and under context parallelism with Ulysses, ring or both. It lasts for the process;
-    a second call changes nothing. What the kernel does not take runs PyTorch's attention, which is logged
-    once for each reason: float32, a derivative, a causal mask, dropout, heads of more than 128 elements, and
-    masks that differ between queries or heads.
+    a second call changes nothing. It takes a ``BlockMask``, as the backend "flex". What the kernel does not
+    take runs PyTorch's attention, which is logged once for each reason: float32, a derivative, dropout, heads
+    of more than 128 elements, and masks that differ between queries, unless each query attends to an interval
+    of keys. With a ``BlockMask`` FlexAttention runs then.
 
     Returns:
         The backend's name, "h100".
@@ -143,23 +150,30 @@ def dispatched(
 ) -> Any:
     """The backend: query, key and value are (B, S, H, d). ``call``: see ``kernel_attention``."""
     mask = attn_mask
-    if mask is not None and mask.shape == (query.shape[0], key.shape[1]):
+    if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
         mask = mask[:, None, None]  # a row of keys for each sample, as for the native backend
     config = config_of(_parallel_config)
-    bias = None
-    reason = why_not_arguments(is_causal, dropout_p, scale)
-    if reason is None and mask is not None:
-        bias = key_bias_of(mask, key)
-        if bias is None:
-            reason = "its mask differs between queries or heads, or has another number of keys"
+    reason = why_not_arguments(dropout_p, scale)
+    is_block = is_block_mask(mask)
+    blocks: Any = None
+    bias = None if mask is None or is_block or reason else key_bias_of(mask, key)
+    if reason is None and (is_causal or (mask is not None and bias is None)):
+        if config is not None:
+            reason = "it is causal" if is_causal else MASK_DIFFERS
+        elif return_lse or (kernels_run_on(query) and attention_takes(query, key, value)):
+            blocks = blocks_of(query, key, mask, is_causal)
+            reason = blocks if isinstance(blocks, str) else None
+        else:
+            reason = _TENSORS
     if config is not None and (reason is not None or return_lse):
         reason = reason or "return_lse is True"
         raise ValueError(f"attention of {BACKEND_NAME!r} cannot be split between ranks: {reason}")
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor | None) -> Tensor:
         if kernels_run_on(q) and attention_takes(q, k, v):
-            return kernel_attention(call, q, k, v, scale=scale, key_bias=bias, out=out)
-        _log("its tensors need PyTorch's attention")
+            options = {"scale": scale, "key_bias": bias, "out": out, "blocks": blocks}
+            return kernel_attention(call, q, k, v, **options)
+        _log(_TENSORS)
         return sdpa_with_bias(q, k, v, bias, out, scale)
 
     if config is not None:
@@ -167,14 +181,29 @@ def dispatched(
     if return_lse:
         if reason is not None:
             raise ValueError(f"attention of {BACKEND_NAME!r} has no return_lse: {reason}")
-        return operations.attention(query, key, value, scale=scale, key_bias=bias, return_lse=True)
+        options = {"scale": scale, "key_bias": bias, "blocks": blocks}
+        return operations.attention(query, key, value, return_lse=True, **options)
     if reason is None:
         return attention(query, key, value, bias, None)
     _log(reason)
+    if is_block:
+        return FLEX.function(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     if mask is not None and mask.shape[-1] == 1:  # PyTorch's kernels on GPUs read all keys
         mask = mask.expand(*mask.shape[:-1], key.shape[1]).contiguous()
     chosen = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     return sdpa_of_tokens(query, key, value, mask, enable_gqa=enable_gqa, **chosen)
+
+
+def blocks_of(query: Tensor, key: Tensor, mask: Any, is_causal: bool) -> KeyBlocks | str:
+    """A mask that differs between queries, or causal attention, for query and key (B, S, H, d); or why the
+    kernel does not take it, as a clause."""
+    if is_block_mask(mask):  # FlexAttention ignores ``is_causal`` beside it
+        return blocks_of_block_mask(mask, query, key)
+    if is_causal:
+        if mask is not None:
+            return "it is causal and has a mask"
+        return KeyBlocks(key_bounds=causal_bounds(query.shape[1], query.device))
+    return blocks_of_mask(mask, query, key) or MASK_DIFFERS
 
 
 def _log(reason: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import operations
 from ...operations.conditions import (
@@ -20,6 +21,13 @@ from ...operations.conditions import (
     is_differentiated,
     is_plain_tensor,
 )
+from ...operations.key_blocks import (
+    KeyBlocks,
+    bounds_of_mask,
+    has_mask_mod,
+    read_block_mask,
+)
+from ..core.cache import is_capturing
 from ..core.checks import KnownFunction
 from ..core.patch import Call
 from ..core.report import OWN_ATTENTION
@@ -30,9 +38,11 @@ BACKEND_NAME = "h100"
 SDPA = KnownFunction("torch.nn.functional:scaled_dot_product_attention")
 DISPATCH = KnownFunction(f"{DISPATCH_MODULE}:dispatch_attention_fn")
 NATIVE = KnownFunction(f"{DISPATCH_MODULE}:_native_attention")
+FLEX = KnownFunction(f"{DISPATCH_MODULE}:_native_flex_attention")
 USER_BACKEND = f"{OWN_ATTENTION}: a backend is chosen for it"
 GRADIENT = f"{OWN_ATTENTION}: a derivative is requested"
 NOT_WANTED = f"{OWN_ATTENTION}: requested by attention=False"
+MASK_DIFFERS = "its mask differs between queries or heads"
 INT8, SIXTEEN_BIT = "int8", "16-bit"
 # Attention in 8 bits needs this many queries and keys, and larger heads than this. With fewer tokens
 # quantization takes the time that it saves; with smaller heads the softmax takes most of the time.
@@ -52,6 +62,17 @@ def is_native(processor: Any, has_dispatch: bool) -> bool:
         return False
     backend, function = registry.get_active_backend()
     return backend == BACKEND_NAME or (backend == "native" and function is NATIVE.function)
+
+
+def is_flex(chosen: Any) -> bool:
+    """Whether a dispatch with this chosen backend, or None, runs PyTorch's FlexAttention."""
+    registry = getattr(sys.modules[DISPATCH_MODULE], "_AttentionBackendRegistry", None)
+    if registry is None or FLEX.function is None:
+        return False
+    if chosen is None:
+        backend, function = registry.get_active_backend()
+        return backend == "flex" and function is FLEX.function
+    return chosen == "flex" and registry._backends.get("flex") is FLEX.function
 
 
 def dispatch_of(spec: Any) -> Any:
@@ -125,10 +146,8 @@ def may_attend(call: Call, module: Any, head_dim: int) -> bool:
     return reason is None
 
 
-def why_not_arguments(is_causal: bool, dropout_p: float, scale: Any) -> str | None:
+def why_not_arguments(dropout_p: float, scale: Any) -> str | None:
     """Why the kernel does not take these arguments of an attention, as a clause."""
-    if is_causal:
-        return "it is causal"
     if dropout_p != 0.0:
         return "it has dropout"
     if scale is not None and not (isinstance(scale, float) and 0.0 < scale < math.inf):
@@ -150,15 +169,17 @@ def kernel_attention(
     is_int8 = call if isinstance(call, bool) else call.stand_in.injection.options["is_int8"]
     if not (
         is_int8
-        and options.get("key_bias") is None
+        and options.get("key_bias") is options.get("blocks") is None
         and query.shape[1] >= INT8_MIN_TOKENS
         and key.shape[1] >= INT8_MIN_TOKENS
         and query.shape[-1] / (heads or 1) > INT8_ABOVE_HEAD_DIM
     ):
-        return operations.attention(query, key, value, heads=heads, **options)
+        out = None if options.get("blocks") is None else options.pop("out", None)
+        result = operations.attention(query, key, value, heads=heads, **options)
+        return result if out is None else out.copy_(result)
     if not (isinstance(call, bool) or torch.compiler.is_dynamo_compiling()):
         call.stand_in.count.in_int8 += 1
-    out, _ = options.pop("out", None), options.pop("key_bias", None)
+    out, *_ = (options.pop(name, None) for name in ("out", "key_bias", "blocks"))
     result = operations.attention_int8(query, key, value, heads=heads, **options)
     return result if out is None else out.copy_(result)
 
@@ -203,3 +224,96 @@ def shared_key_bias(call: Call, mask: Tensor, key: Tensor, is_repeated: bool) ->
         return key_bias_of(mask.unsqueeze(1) if is_repeated else mask, key)
 
     return call.shared(("key bias", key.shape, key.dtype), mask, make)
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks that differ between queries or heads, as KeyBlocks
+
+# What was read from each BlockMask with a mask_mod: its lists were made by the mask_mod, so neither changes.
+_read: Any = WeakIdKeyDictionary()
+
+
+def blocks_of_block_mask(
+    mask: Any, query: Tensor, key: Tensor, is_padded: bool = False
+) -> KeyBlocks | str:
+    """A BlockMask for query and key (B, S, H, d), or why it cannot be read, as a clause. That of a mask_mod
+    is read once, which waits for the device. ``is_padded``: whether it is for whole blocks of both."""
+    lengths = query.shape[1], key.shape[1]
+    if is_padded:
+        lengths = tuple(-(-length // size) * size for length, size in zip(lengths, mask.BLOCK_SIZE))
+    if tuple(mask.seq_lengths) != lengths:
+        return "its BlockMask is for other lengths"
+    (batch, heads), samples = mask.kv_num_blocks.shape[:2], query.shape[0]
+    if batch not in (1, samples) or heads not in (1, query.shape[2]):
+        return "its BlockMask is for other samples or heads"
+    if mask.kv_num_blocks.device != query.device:
+        return "its BlockMask is on another device"
+    if not has_mask_mod(mask) or torch.compiler.is_compiling():
+        return read_block_mask(mask)
+    found = _read.get(mask)
+    if found is None or found[0] is not mask.mask_mod:
+        _refuse_to_capture()
+        found = mask.mask_mod, read_block_mask(mask)
+        if not _is_captured(key):
+            _read[mask] = found
+    blocks = found[1]
+    if isinstance(blocks, str) or blocks.key_bounds.shape[2] == query.shape[1]:
+        return blocks
+    bounds = blocks.key_bounds[:, :, : query.shape[1]].contiguous()
+    return blocks._replace(key_bounds=bounds)
+
+
+def blocks_of_mask(mask: Any, query: Tensor, key: Tensor) -> KeyBlocks | None:
+    """A mask (B or 1, H or 1, Sq or 1, Sk) for query and key (B, S, H, d), if the keys that each query
+    attends to are an interval. Waits for the device, so not in compiled code and while a graph is captured.
+    """
+    sizes = query.shape[0], query.shape[2], query.shape[1]
+    if (
+        torch.compiler.is_compiling()
+        or type(mask) is not Tensor  # a tracer's has no values
+        or mask.device != key.device
+        or mask.dtype not in (torch.bool, torch.float32, key.dtype)
+        or mask.dim() != 4
+        or mask.shape[3] != key.shape[1]
+        or any(given not in (1, size) for given, size in zip(mask.shape, sizes))
+        or mask.numel() == 0
+        or is_differentiated(mask)
+        or _is_captured(key)
+    ):
+        return None
+    _refuse_to_capture()
+    for dim in (0, 1):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    bounds = bounds_of_mask(mask)
+    if bounds is None:
+        return None
+    shape = *bounds.shape[:2], query.shape[1], 2
+    return KeyBlocks(key_bounds=bounds.expand(shape).contiguous())
+
+
+def shared_blocks(
+    call: Call, mask: Tensor, query: Tensor, key: Tensor, heads: int, is_repeated: bool
+) -> KeyBlocks | None:
+    """``blocks_of_mask`` for query and key (B, S, H * d), once for all blocks. None outside of a forward in
+    which they share it. ``is_repeated``: see ``shared_key_bias``."""
+    if call.state is None or (is_repeated and (mask.dim() != 3 or mask.dtype == torch.bool)):
+        return None
+    query, key = (x.unflatten(2, (-1, query.shape[2] // heads)) for x in (query, key))
+
+    def make(mask: Tensor) -> KeyBlocks | None:
+        return blocks_of_mask(mask.unsqueeze(1) if is_repeated else mask, query, key)
+
+    return call.shared(("blocks", query.shape, key.shape, key.dtype), mask, make)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a user captures a CUDA graph."""
+    return x.is_cuda and not is_capturing() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_to_capture() -> None:
+    """Ends a capture by this package, so that the call runs without a graph: what a mask allows is decided
+    by its values, and may be another at a replay."""
+    if is_capturing():
+        raise RuntimeError("attention reads the values of a mask that differs between queries")

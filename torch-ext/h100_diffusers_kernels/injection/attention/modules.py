@@ -25,6 +25,7 @@ from ...operations.conditions import (
     modulators_compatible,
     same_dtype_and_unit_stride,
 )
+from ...operations.key_blocks import KeyBlocks
 from ..core.adapters import read_active
 from ..core.checks import KnownFunction, class_name, is_stock
 from ..core.patch import Call, Injection, PatchSpec, StandIn
@@ -49,6 +50,7 @@ from ..parts.rotary import rope_operand, split_tables
 from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
 from .backend import run_own_in_parallel, sdpa_of_tokens, sdpa_with_bias
 from .decision import (
+    MASK_DIFFERS,
     NOT_WANTED,
     SDPA,
     context_parallel_of,
@@ -57,6 +59,7 @@ from .decision import (
     is_native,
     kernel_attention,
     may_attend,
+    shared_blocks,
     shared_key_bias,
     why_own_attention,
 )
@@ -108,7 +111,7 @@ class AttentionSpec(PatchSpec):
         processor_call = f"{processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         if self.other_processor:
-            of_other = f"{parameters} {self.other_parameters}"
+            of_other = f"{parameters} {self.other_parameters}".rstrip()
             known = KnownFunction(f"{self.other_processor}.__call__", of_other)
             object.__setattr__(self, "other_call", known)
         object.__setattr__(self, "library", library)
@@ -184,7 +187,8 @@ def attend(
 
     ``mask`` is the module's argument. ``prepares_mask``: whether the processor repeats a mask (B, 1 or Sq,
     Sk) for the heads, by ``prepare_attention_mask``. ``key_lengths`` (B,) or ``key_bias`` (B, Sk) is an
-    equivalent of the mask, if the caller has one. It may hold for some queries only: ``is_unbiased``,
+    equivalent of the mask, if the caller has one. A mask that differs between queries runs on the kernel if
+    each query attends to an interval of keys. An equivalent may hold for some queries only: ``is_unbiased``,
     (B, S, 1) of the first ones, tells which have no mask. Key and value may have fewer heads, which the
     processor repeats. The result may be written to ``out``. ``options`` are the processor's other arguments
     to the dispatch.
@@ -205,11 +209,14 @@ def attend(
         return _gate_and_add(result, gate, addend, heads)
     if may_attend(call, module, query.shape[2] // heads):
         if attention_takes(query, key, value, heads):
+            blocks = None
             if mask is not None and key_lengths is None and key_bias is None:
                 key_bias = shared_key_bias(call, mask, key, prepares_mask)
-            if mask is None or key_bias is not None or key_lengths is not None:
+                if key_bias is None and is_unbiased is None:
+                    blocks = shared_blocks(call, mask, query, key, heads, prepares_mask)
+            if mask is None or not (key_bias is key_lengths is blocks is None):
                 arguments: Any = {"key_bias": key_bias, "key_lengths": key_lengths}
-                arguments.update(heads=heads, out=out)
+                arguments.update(heads=heads, out=out, blocks=blocks)
                 if gate is addend is is_unbiased is None:
                     return kernel_attention(call, query, key, value, **arguments)
                 if (
@@ -228,7 +235,7 @@ def attend(
                     unbiased = kernel_attention(call, queries, key, value, heads=heads)
                     first.copy_(torch.where(is_unbiased, unbiased, first))
                 return _gate_and_add(result, gate, addend, heads)
-            call.fall_back(f"{OWN_ATTENTION}: its mask differs between queries or heads")
+            call.fall_back(f"{OWN_ATTENTION}: {MASK_DIFFERS}")
         else:
             count_own(call, query, key, value)
     processor, dispatch = module.processor, dispatch_of(call.stand_in.spec)
@@ -254,6 +261,34 @@ def attend(
     else:
         result = sdpa_of_tokens(query, key, value, mask, **options)
     return _gate_and_add(result.flatten(2, 3).to(dtype), gate, addend, heads)
+
+
+def attend_by_blocks(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks_of: Callable[[], KeyBlocks | str],
+    *,
+    heads: int,
+    key_bias: Tensor | None = None,
+) -> Tensor | None:
+    """``attend`` to the keys of blocks on the kernel; None, with its reason counted, if the caller has to run
+    the model's own. ``blocks_of`` makes the blocks, or says why there are none, as a clause."""
+    if context_parallel_of(call, module) is not None:
+        return None
+    if not may_attend(call, module, query.shape[2] // heads):
+        return None
+    if not attention_takes(query, key, value, heads):
+        count_own(call, query, key, value)
+        return None
+    blocks = blocks_of()
+    if isinstance(blocks, str):
+        call.fall_back(f"{OWN_ATTENTION}: {blocks}")
+        return None
+    options: Any = {"heads": heads, "key_bias": key_bias, "blocks": blocks}
+    return kernel_attention(call, query, key, value, **options)
 
 
 def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:

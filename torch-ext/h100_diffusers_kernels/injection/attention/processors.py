@@ -34,18 +34,21 @@ from ...operations.conditions import (
     tracks_derivatives,
     why_not_taken,
 )
+from ...operations.key_blocks import is_block_mask
 from ..core.checks import KnownFunction
 from ..core.patch import Call, PatchSpec, Proxy, StandIn, ThreadValue, bare_stand_in
 from ..core.report import OWN_ATTENTION
 from ..parallel.exchange import config_of
 from ..parts.linears import is_identity, plain_weights
-from .backend import dispatched, run_own_in_parallel
+from .backend import blocks_of, dispatched, run_own_in_parallel
 from .decision import (
     BACKEND_NAME,
     DISPATCH,
     GRADIENT,
+    MASK_DIFFERS,
     SDPA,
     USER_BACKEND,
+    is_flex,
     is_native,
     kernel_attention,
     key_bias_of,
@@ -87,16 +90,22 @@ def dispatch_attention_fn(
 ) -> Any:
     """Replaces diffusers' function of this name: query, key and value are (B, S, H, d)."""
     options = (dropout_p, is_causal, scale, enable_gqa)
-    parallel_config = more.get("parallel_config")
-    if config_of(parallel_config) is not None and not attention_kwargs:
-        current = None if torch.compiler.is_dynamo_compiling() else _current.value
+    parallel_config, backend = more.get("parallel_config"), more.get("backend")
+    current = None if torch.compiler.is_dynamo_compiling() else _current.value
+    of_flex, is_taken = is_flex(backend), not attention_kwargs
+    if of_flex and not is_block_mask(attn_mask):
+        is_taken = False
+        if current is not None:
+            current._call.leave_attention(USER_BACKEND)
+    if is_taken and config_of(parallel_config) is not None:
         if current is not None:
             current._ran = attention_takes(query, key, value)
             if current.has_repeated(attn_mask):
                 attn_mask = attn_mask[:, :1]
         call = is_int8 if current is None else current._call
         return dispatched(query, key, value, attn_mask, *options, False, parallel_config, call)
-    if not attention_kwargs and not any(v for v in more.values() if v != BACKEND_NAME):
+    others = (value for value in more.values() if not (of_flex and value is backend))
+    if is_taken and not any(v for v in others if v != BACKEND_NAME):
         mask = attn_mask
         if isinstance(mask, Tensor) and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None]  # one row of keys per sample
@@ -144,7 +153,7 @@ def _attention(
         return None
     batch, _, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    key_bias = reason = None
+    key_bias = blocks = reason = None
     if query.dtype not in DTYPES_16_BIT:
         reason = f"no kernel for {dtype_name(query.dtype)}"
     elif head_dim not in ATTENTION_HEAD_DIMS:
@@ -158,12 +167,15 @@ def _attention(
     ):
         reason = "the kernel does not support its shapes"
     else:
-        reason = why_not_arguments(is_causal, dropout_p, scale)
-    if reason is None and mask is not None:
+        reason = why_not_arguments(dropout_p, scale)
+    if reason is None and mask is not None and not is_block_mask(mask):
         if current is not None and current.has_repeated(mask):
             mask = mask[:, :1]
         key_bias = key_bias_of(mask, key)
-        reason = "its mask differs between queries or heads" if key_bias is None else None
+        reason = MASK_DIFFERS if key_bias is None else None
+    if reason is None and (is_causal or is_block_mask(mask)):
+        found = blocks_of(query, key, mask, is_causal)
+        blocks, reason = (None, found) if isinstance(found, str) else (found, None)
     if reason is not None:
         if current is not None:
             current._call.fall_back(f"{OWN_ATTENTION}: {reason}")
@@ -171,7 +183,8 @@ def _attention(
     if current is not None:
         current._ran = True
     call = is_int8 if current is None else current._call
-    return kernel_attention(call, query, key, value, scale=scale, key_bias=key_bias)
+    options = {"scale": scale, "key_bias": key_bias, "blocks": blocks}
+    return kernel_attention(call, query, key, value, **options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,7 +355,15 @@ class ProcessorSpec(PatchSpec):
     def why_not(self, module: Any) -> str | None:
         # Both are made here, because compiled code cannot make one.
         copy, _ = (_copy_of(type(module.processor), is_int8) for is_int8 in (False, True))
-        return copy if isinstance(copy, str) else why_own_attention(module, copy.dispatches)
+        if isinstance(copy, str):
+            return copy
+        return why_own_attention(module, _yields_to_backend(module.processor, copy))
+
+
+def _yields_to_backend(processor: Any, copy: _Copy) -> bool:
+    """Whether a chosen backend runs in place of the copy. With FlexAttention the copy runs: the kernel takes
+    its masks."""
+    return copy.dispatches and not is_flex(getattr(processor, "_attention_backend", None))
 
 
 def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +374,7 @@ def _forward(self: Any, call: Call, *args: Any, **kwargs: Any) -> Any:
         return call.decline(copy)
     if torch.nn.functional.scaled_dot_product_attention is not SDPA.function:
         return call.decline("scaled_dot_product_attention was replaced")
-    if not is_native(processor, copy.dispatches):
+    if not is_native(processor, _yields_to_backend(processor, copy)):
         call.leave_attention(USER_BACKEND)
         return NotImplemented
     if copy.call is _STANDARD.function:

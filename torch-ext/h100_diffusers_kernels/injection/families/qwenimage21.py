@@ -7,8 +7,9 @@ Text, condition images and the target image are one stream. All blocks share one
 
 with an RMS norm of each head's query and key, a complex rotary embedding of both, and mlp(x) = out(silu(
 gate_layer(x)) * proj(x)). Tokens of the target choose the modulation of their sample's timestep, others that
-of timestep 0. Attention is causal from one segment to the next, and inside of text. Then the tokens before
-the target are the same in each step, and later steps read their keys and values from a cache.
+of timestep 0. Attention is causal from one segment to the next, and inside of text: each query attends to the
+keys up to its own, or up to the end of its image. Then the tokens before the target are the same in each
+step, and later steps read their keys and values from a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention.modules import AttentionSpec, attend, project_and_rotate, project_out
+from ...operations.key_blocks import KeyBlocks, causal_bounds, is_block_mask
+from ..attention.decision import blocks_of_block_mask, shared_key_bias
+from ..attention.modules import (
+    AttentionSpec,
+    attend,
+    attend_by_blocks,
+    project_and_rotate,
+    project_out,
+)
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import norms
@@ -120,30 +129,87 @@ def _attention_forward(
     elif layer_cache is not None and kv_cache_mode == "cached":
         prefixes = [tensor.flatten(2) for tensor in layer_cache.get()]
         key, value = (torch.cat(pair, dim=1) for pair in zip(prefixes, (key, value)))
-    options = {"heads": heads, "dropout_p": 0.0}
-    if segments is None:
-        return project_out(self, attend(call, self, query, key, value, attention_mask, **options))
-    options["backend"] = None  # as the processor
+    operands = call, self, query, key, value
+    spec: Any = call.stand_in.spec
+    if spec.is_other(self) and is_block_mask(attention_mask):
+        out = _attend_by_mask(*operands, attention_mask, head_dim)
+    elif segments is None:
+        out = attend(*operands, attention_mask, heads=heads, dropout_p=0.0)
+    else:
+        out = _attend_by_segments(*operands, segments, key_valid, head_dim)
+    return project_out(self, out)
+
+
+def _attend_by_mask(
+    call: Call, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, head_dim: int
+) -> Tensor:
+    """Attention by a BlockMask, which is made for lengths that are padded to its blocks."""
+    length, q, k = query.shape[1], *(x.unflatten(2, (-1, head_dim)) for x in (query, key))
+    read = partial(blocks_of_block_mask, mask, q, k, is_padded=True)
+    out = attend_by_blocks(call, module, query, key, value, read, heads=q.shape[2])
+    if out is not None:
+        return out
+    padding = mask.seq_lengths[0] - length
+    padded = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+    out = sys.modules[_QWEN].dispatch_attention_fn(
+        *[x.unflatten(2, (-1, head_dim)) for x in padded],
+        attn_mask=mask,
+        dropout_p=0.0,
+        backend="flex",
+        parallel_config=module.processor._parallel_config,
+    )
+    return out[:, :length].flatten(2, 3).type_as(query)
+
+
+def _attend_by_segments(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: list[tuple[int, int, bool]],
+    key_valid: Tensor | None,
+    head_dim: int,
+) -> Tensor:
+    length, heads = query.shape[1], query.shape[2] // head_dim
+    target = segments[-1][1] if segments else 0, length, False
+
+    def bounds_of(segments: Any) -> Tensor:
+        bounds = causal_bounds(length, query.device)
+        for first, last, is_text in (*segments, target):
+            if not is_text:
+                bounds[:, :, first:last, 1] = last
+        return bounds
 
     def mask_until(last: int) -> Any:
         if key_valid is None:
             return None
         return call.shared(("valid", last), key_valid, lambda valid: valid[:, None, None, :last])
 
+    mask = mask_until(length)
+    bias = None if mask is None else shared_key_bias(call, mask, key, False)
+    if mask is None or bias is not None:
+
+        def blocks_of() -> KeyBlocks:
+            return KeyBlocks(key_bounds=call.shared(("bounds", length), segments, bounds_of))
+
+        options: dict[str, Any] = {"heads": heads, "key_bias": bias}
+        out = attend_by_blocks(call, module, query, key, value, blocks_of, **options)
+        if out is not None:
+            return out
     outs = []
-    target = segments[-1][1] if segments else 0, query.shape[1], False
     for first, last, is_text in (*segments, target):
         operands = query[:, first:last], key[:, :last], value[:, :last], mask_until(last)
         if is_text:
-            outs.append(_attend_in_text(self, *operands, first, head_dim))
-        else:
-            outs.append(attend(call, self, *operands, **options))
-    return project_out(self, torch.cat(outs, dim=1))
+            outs.append(_attend_in_text(module, *operands, first, head_dim))
+        else:  # without a chosen backend, as the processor
+            options = {"heads": heads, "dropout_p": 0.0, "backend": None}
+            outs.append(attend(call, module, *operands, **options))
+    return torch.cat(outs, dim=1)
 
 
 def _attend_in_text(module, query, key, value, mask, start, head_dim) -> Tensor:
-    """Attention of a segment of text from ``start`` on to the keys up to each query, by the model's own
-    attention: the kernel is not causal."""
+    """The model's own attention of a segment of text, from ``start`` on, to the keys up to each query."""
     shape = query.shape[1], key.shape[1]
     is_seen = torch.ones(shape, dtype=torch.bool, device=query.device).tril(start)[None, None]
     out = sys.modules[_QWEN].dispatch_attention_fn(
@@ -188,6 +254,7 @@ _SPECS = (
         " cache_write_slice segments key_valid",
         rotate="apply_rotary_emb_qwen",
         project="_qwenimage21_prepare_qkv",
+        other_processor=f"{_QWEN}:QwenImage21FlexAttnProcessor",
     ),
     PatchSpec(
         f"{_QWEN}:QwenImage21SwiGLUFeedForward",
