@@ -78,6 +78,7 @@ def test_lists(kernel, device, lists, leading, block_size, size, bounds, heads, 
     check_attention(kernel, q, k, v, blocks=blocks, return_lse=True)
 
 
+@pytest.mark.drawn(times=2)
 @pairwise(
     bounds=BOUNDS,
     lists=LISTS,
