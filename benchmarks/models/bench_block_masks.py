@@ -13,11 +13,11 @@ Models have a few of their blocks, at published widths and sizes. Writes to benc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import click
 import torch
 from diffusers.models import transformers
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.pipelines.kandinsky5.pipeline_kandinsky import Kandinsky5T2VPipeline
 from tabulate import tabulate
 from torch.nn.attention import flex_attention
@@ -130,7 +131,14 @@ class SkyReels(PublishedVideo):
         "inject_sample_info": True,
         "num_frame_per_block": 5,
     }
-    tiny_changes = {"num_frame_per_block": 2}
+    tiny_config = {
+        "num_layers": 2,
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "ffn_dim": 128,
+        "text_dim": 64,
+        "num_frame_per_block": 2,
+    }
     text_tokens = 512
     sizes = (VideoSize(97, 544, 960),)
     tiny_sizes = (VideoSize(13, 64, 96),)
@@ -153,7 +161,7 @@ class SkyReels(PublishedVideo):
 MODELS = {entry.key: entry for entry in (Nabla(), NablaPro(), SkyReels())}
 
 
-@contextmanager
+@contextlib.contextmanager
 def compiled_flex(device: torch.device) -> Iterator[list[float]]:
     """FlexAttention compiled on GPUs, as its users do; the shares of key blocks that its masks attend to."""
     plain, shares = flex_attention.flex_attention, []
@@ -181,13 +189,14 @@ def measure(
     model = entry.transformer(device, DTYPE, is_tiny)
     size, *_ = entry.tiny_sizes if is_tiny else entry.sizes
     arguments = entry.inputs(model, size, device, DTYPE)
-    if isinstance(entry, Nabla):
-        model.set_attention_backend("flex")
+    has_lists = isinstance(entry, Nabla)
     twins = {
         mode: models.twin(model) for mode in MODES if device.type == "cuda" or "comp" not in mode
     }
     report = None
-    with compiled_flex(device) as shares, models.weights(model, "peaked"):
+    # For all models, which set_attention_backend also does.
+    backend = attention_backend("flex") if has_lists else contextlib.nullcontext()
+    with backend, compiled_flex(device) as shares, models.weights(model, "peaked"):
         for mode, instance in twins.items():
             if mode == "injected":
                 report = models.inject(kernel, instance, mode)

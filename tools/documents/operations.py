@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,19 @@ from benchmarks.harness import history
 from attention_inputs import EXTREMES, NORMAL
 
 from .chosen import BROKEN_OVER_EAGER, FAMILIES, is_broken
-from .common import card, figure, footnote, load, markdown, setup, span, table, times
+from .common import (
+    MODE_NAMES,
+    card,
+    figure,
+    footnote,
+    load,
+    markdown,
+    setup,
+    span,
+    table,
+    there,
+    times,
+)
 
 LIBRARIES = {"liger": "Liger", "quack": "QuACK"}
 ATTENTION_PEERS = {"cudnn": "cuDNN", "flash": "Torch flash", "fa3": "FA3"}
@@ -286,6 +299,54 @@ def attention_accuracy(results: Path) -> str:
     headers = ["(B, Sq, Sk, H, d)", "inputs", "error"]
     headers += [f"over {name}'s" for name in ATTENTION_PEERS.values()]
     return markdown(rows, headers) + setup(result)
+
+
+@table
+def attention_blocks(results: Path) -> str:
+    """Attention by blocks, beside FlexAttention and attention to all keys."""
+    result = load(results, "attention_blocks")
+    rows = []
+    for entry in result["attention_blocks"]:
+        rates = entry["teraflops_per_second"]
+        rows.append(
+            [
+                "×".join(map(str, entry["shape"])),
+                entry["mask"],
+                f"{entry['share']:.1%}",
+                f"{entry['microseconds']['ours']['median'] / 1e3:.2f} ms",
+                f"{rates['ours']:.0f}",
+                f"{rates['all keys']:.0f}",
+                times(entry["over_flex"]),
+                f"{entry['time_over_all_keys']:.3f}",
+                f"{entry['errors']['ours']:.1e}",
+            ]
+        )
+    headers = ["(B, Sq, Sk, H, d)", "mask", "of all keys", "time", "TFLOP/s", "TFLOP/s, all keys"]
+    headers += ["over FlexAttention", "time over all keys'", "error"]
+    return markdown(rows, headers) + setup(result)
+
+
+@table
+def block_masks(results: Path) -> str:
+    """Models whose attention has a mask by blocks."""
+    gathered = history.gathered("block_masks", "block_masks", lambda m: m["model"], results)
+    result = there(gathered, "block_masks")
+    rows = []
+    for model in result["block_masks"]:
+        for mode, speedups in model["speedups"].items():
+            if mode != "injected":
+                share = model["share"]
+                rows.append(
+                    [
+                        model["model"],
+                        "" if share is None else f"{share:.0%}",
+                        MODE_NAMES[mode],
+                        times(statistics.median(speedups)),
+                        ", ".join(map(times, speedups)),
+                    ]
+                )
+    headers = ["model", "of all blocks", "injected over", "median", "runs"]
+    return markdown(rows, headers) + setup(*result["runs"])
 
 
 def typical_over_fa3(results: Path, has_usual_heads: bool) -> str:
