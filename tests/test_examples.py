@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image, ImageSequence
 from safetensors.torch import save_file
 
+from checks import relative_distance
 from conftest import CHECKOUT
 from processes import run as run_program
 from processes import run_python
@@ -29,6 +30,7 @@ from processes import run_python
 sys.path.insert(0, str(CHECKOUT / "examples"))
 import generate
 import measure
+import sliding_tiles
 
 import pipelines
 
@@ -693,3 +695,32 @@ def test_notebook_runs(monkeypatch):
     (psnr,) = re.findall(r"^PSNR ([\d.]+) dB", output, re.MULTILINE)
     assert float(psnr) > 38
     assert "transformer: in full" in output and output.endswith("same bits as eager: True")
+
+
+# -- Sliding tiles ----------------------------------------------------------------------------------
+
+
+def test_sliding_tiles(kernel, device):
+    """Against Wan's processor with the same mask, which has all tokens that are near."""
+    from diffusers.models.transformers import transformer_wan
+
+    grid, tile, window = (3, 8, 12), (1, 4, 4), (3, 1, 3)
+    processor = transformer_wan.WanAttnProcessor()
+    attention = transformer_wan.WanAttention(128, heads=2, dim_head=64, processor=processor)
+    attention.to(device, torch.bfloat16)
+    rotary = transformer_wan.WanRotaryPosEmbed(64, (1, 2, 2), 32).to(device)
+    tables = rotary(torch.empty(1, 4, 3, 16, 24, device=device))
+    x = torch.randn(2, 288, 128, device=device).bfloat16()
+    order, is_near = sliding_tiles.tile_order(grid, tile, window)
+    block = order.argsort() // 128
+    mask = is_near[block][:, block]
+    places = torch.cartesian_prod(*map(torch.arange, grid)) // torch.tensor(tile)
+    distance = (places[:, None] - places).abs()
+    assert mask[(distance <= torch.tensor([1, 0, 1])).all(-1)].all() and not mask.all()
+    with torch.no_grad():
+        options = {"attention_mask": mask[None, None].to(device), "rotary_emb": tables}
+        expected = attention(x, **options)
+        full = attention(x, rotary_emb=tables)
+        attention.set_processor(sliding_tiles.SlidingTiles(kernel, grid, tile, window, device))
+        out = attention(x, rotary_emb=tables)
+    assert relative_distance(out, expected) < 0.02 < 0.05 < relative_distance(full, expected)

@@ -137,7 +137,7 @@ def test_kandinsky6_sr(kernel, device, monkeypatch):
 
 @pytest.mark.parametrize("has_clean", [False, True], ids=["causal", "clean context"])
 def test_anyflow_far(kernel, device, readings, has_clean):
-    """Chunks see those before them: read once for all blocks. With a clean context, and three chunks, the keys
+    """Chunks see those before them: read once for all blocks. With three chunks of a clean context the keys
     of a query are no interval."""
     name = "AnyFlowFARTransformer3DModel"
     model, plain, report = pair(kernel, name, device)
