@@ -642,7 +642,7 @@ def test_attention_backends(kernel, device, family):
     kernel.inject_kernels(model)
 
     def is_on_the_kernel():
-        return "attention" in kernel_calls(run, model, arguments)
+        return bool({"attention", "attention_blocks"} & kernel_calls(run, model, arguments).keys())
 
     assert is_on_the_kernel()
     with attention_dispatch.attention_backend("_native_math"):

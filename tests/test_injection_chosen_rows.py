@@ -45,8 +45,10 @@ OPERATORS = {
 def test_operators_of_a_forward(kernel, device, family):
     model, _, arguments = prepared(family, device, torch.bfloat16, config=KERNEL_HEADS, batch=1)
     report = kernel.inject_kernels(model)
-    # Qwen-Image 2.1 is causal.
-    attentions = {"attention": 4} if family is MINIMAX_H3 else {"attention_blocks": 2}
+    # Of Qwen-Image 2.1, text is one causal segment.
+    attentions = (
+        {"attention": 4} if family is MINIMAX_H3 else {"attention": 2, "attention_blocks": 2}
+    )
     assert kernel_calls(run, model, arguments) == {**OPERATORS[family.name], **attentions}
     assert not any(entry.fell_back or entry.own_attention for entry in report.calls)
 

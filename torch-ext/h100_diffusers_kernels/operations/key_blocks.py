@@ -233,7 +233,7 @@ def bounds_of_mask(mask: Tensor) -> Tensor | None:
     return torch.cat(bounds, dim=2) if torch.stack(is_read).all() else None
 
 
-def causal_bounds(queries: int, device: torch.device) -> Tensor:
-    """``KeyBlocks.key_bounds`` of queries that attend to the keys up to their own, as in PyTorch."""
-    end = torch.arange(1, queries + 1, dtype=torch.int32, device=device)
+def causal_bounds(queries: int, device: torch.device, start: int = 0) -> Tensor:
+    """``KeyBlocks.key_bounds`` of the queries from ``start`` on, which attend to the keys up to their own."""
+    end = torch.arange(start + 1, start + queries + 1, dtype=torch.int32, device=device)
     return torch.stack((torch.zeros_like(end), end), dim=1)[None, None]

@@ -171,50 +171,46 @@ def _attend_by_segments(
     key_valid: Tensor | None,
     head_dim: int,
 ) -> Tensor:
-    length, heads = query.shape[1], query.shape[2] // head_dim
-    target = segments[-1][1] if segments else 0, length, False
-
-    def bounds_of(segments: Any) -> Tensor:
-        bounds = causal_bounds(length, query.device)
-        for first, last, is_text in (*segments, target):
-            if not is_text:
-                bounds[:, :, first:last, 1] = last
-        return bounds
+    # Without a chosen backend, as the processor.
+    options: dict[str, Any] = {"heads": query.shape[2] // head_dim, "dropout_p": 0.0}
+    options["backend"] = None
 
     def mask_until(last: int) -> Any:
         if key_valid is None:
             return None
         return call.shared(("valid", last), key_valid, lambda valid: valid[:, None, None, :last])
 
-    mask = mask_until(length)
-    bias = None if mask is None else shared_key_bias(call, mask, key, False)
-    if mask is None or bias is not None:
-
-        def blocks_of() -> KeyBlocks:
-            return KeyBlocks(key_bounds=call.shared(("bounds", length), segments, bounds_of))
-
-        options: dict[str, Any] = {"heads": heads, "key_bias": bias}
-        out = attend_by_blocks(call, module, query, key, value, blocks_of, **options)
-        if out is not None:
-            return out
     outs = []
+    target = segments[-1][1] if segments else 0, query.shape[1], False
     for first, last, is_text in (*segments, target):
         operands = query[:, first:last], key[:, :last], value[:, :last], mask_until(last)
         if is_text:
-            outs.append(_attend_in_text(module, *operands, first, head_dim))
-        else:  # without a chosen backend, as the processor
-            options = {"heads": heads, "dropout_p": 0.0, "backend": None}
+            outs.append(_attend_in_text(call, module, *operands, segments, first, head_dim))
+        else:
             outs.append(attend(call, module, *operands, **options))
     return torch.cat(outs, dim=1)
 
 
-def _attend_in_text(module, query, key, value, mask, start, head_dim) -> Tensor:
-    """The model's own attention of a segment of text, from ``start`` on, to the keys up to each query."""
-    shape = query.shape[1], key.shape[1]
-    is_seen = torch.ones(shape, dtype=torch.bool, device=query.device).tril(start)[None, None]
+def _attend_in_text(
+    call: Call, module: Any, query, key, value, mask, segments: Any, start: int, head_dim: int
+) -> Tensor:
+    """Attention of a segment of text, from ``start`` on, to the keys up to each query."""
+    length, last = query.shape[1], key.shape[1]
+
+    def blocks_of() -> KeyBlocks:
+        make = partial(causal_bounds, length, query.device, start)
+        return KeyBlocks(key_bounds=call.shared(("bounds", start), segments, lambda _: make()))
+
+    bias = None if mask is None else shared_key_bias(call, mask, key, False)
+    if mask is None or bias is not None:
+        options = {"heads": query.shape[2] // head_dim, "key_bias": bias}
+        found = attend_by_blocks(call, module, query, key, value, blocks_of, **options)
+        if found is not None:
+            return found
+    is_seen = torch.ones(length, last, dtype=torch.bool, device=query.device).tril(start)
     out = sys.modules[_QWEN].dispatch_attention_fn(
         *[x.unflatten(2, (-1, head_dim)) for x in (query, key, value)],
-        attn_mask=is_seen if mask is None else is_seen & mask,
+        attn_mask=is_seen[None, None] if mask is None else is_seen & mask,
         dropout_p=0.0,
         backend=None,
         parallel_config=module.processor._parallel_config,
