@@ -47,7 +47,7 @@ class Blocks:
     """Key blocks of each head and query block: (H, Nq, Nk), bool."""
 
     def __init__(self, is_listed: Tensor, rows: int, tokens: int) -> None:
-        self.is_listed, self.rows = is_listed, rows
+        self.is_listed, self.rows, self.tokens = is_listed, rows, tokens
         counts = is_listed.sum(-1, dtype=torch.int32)[None]
         indices = is_listed.int().argsort(dim=-1, descending=True, stable=True).int()[None]
         self.lists = counts, indices
@@ -61,7 +61,8 @@ class Blocks:
 
     def flex(self) -> BlockMask:
         none = torch.zeros_like(self.lists[0]), self.lists[1]
-        return BlockMask.from_kv_blocks(*none, *self.lists, BLOCK_SIZE=self.rows)
+        sizes = {"BLOCK_SIZE": self.rows, "seq_lengths": (self.tokens, self.tokens)}
+        return BlockMask.from_kv_blocks(*none, *self.lists, **sizes)
 
     def of(self, head: int, queries: Tensor, keys: int) -> Tensor:
         blocks = self.is_listed[head, queries // self.rows]
@@ -174,8 +175,8 @@ def measure(
         errors[name, OURS] = error(ours(), q, k, v, mask)
         if has_flex:
             options = {"block_mask": mask.flex()}
-            if mask.rows != 128:  # as diffusers chooses it
-                options["kernel_options"] = {"BLOCK_M": mask.rows}
+            if mask.rows != 128:  # Its default tiles may be larger than the blocks.
+                options["kernel_options"] = {"BLOCK_M": mask.rows, "BLOCK_N": mask.rows}
             compiled = torch.compile(flex_attention, dynamic=False)
             flex = functools.partial(compiled, *by_head, **options)
             functions[name, FLEX] = flex
