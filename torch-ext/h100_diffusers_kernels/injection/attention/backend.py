@@ -159,7 +159,9 @@ def dispatched(
     bias = None if mask is None or is_block or reason else key_bias_of(mask, key)
     if reason is None and (is_causal or (mask is not None and bias is None)):
         if config is not None:
-            reason = "it is causal" if is_causal else MASK_DIFFERS
+            reason = (
+                "it is causal" if is_causal else f"{MASK_DIFFERS}, or has another number of keys"
+            )
         elif return_lse or (kernels_run_on(query) and attention_takes(query, key, value)):
             blocks = blocks_of(query, key, mask, is_causal)
             reason = blocks if isinstance(blocks, str) else None
