@@ -584,7 +584,8 @@ def test_hundreds_of_launches_give_the_same_bits(kernel, device, head_dim, std):
     q *= std
     how = {"leading": (2, 16), "bounds_leading": (1, 1)}
     blocks = key_blocks(kernel, "both", "frames", size, (64, 64), device, **how)
-    first = check_attention(kernel, q, k, v, blocks=blocks, return_lse=True)
+    # Some logarithms are -infinity, which have no relative error.
+    first = check_attention(kernel, q, k, v, blocks=blocks, return_lse=True, contract=False)
     differ = torch.zeros((), dtype=torch.bool, device=device)
     for _ in range(500):
         for one, other in zip(

@@ -56,7 +56,7 @@ class Nabla(PublishedVideo):
         "num_visual_blocks": 4,
         "visual_cond": True,
         "attention_type": "nabla",
-        "attention_P": 0.1,
+        "attention_P": 0.15,
         "attention_wT": 11,
         "attention_wW": 3,
         "attention_wH": 3,

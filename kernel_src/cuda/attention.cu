@@ -35,6 +35,9 @@
 // next S before O += P V, so that P V overlaps the next exponentials. Few keys stay in shared memory while
 // queries stream through (attention_resident.cuh), with the same rings.
 //
+// Attention by blocks has a list of key tiles for each query tile (attention_key_lists.cuh). The loader and
+// the warp groups walk through it, and a group leaves out tiles that only the other one attends to.
+//
 // The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases if there are many queries and
 // keys: a separate kernel converts the values to float16, blocks claim tiles one by one, and tiles with
 // inaccurate float16 results are recomputed with the online softmax (attention_softmax.cuh), which all other

@@ -57,7 +57,7 @@ __device__ __forceinline__ void mark_blocks(const KeyBlockList& list, const KeyB
 
 // A warp makes the list of one query tile.
 __global__ void __launch_bounds__(32)
-    attention_key_list_kernel(const __grid_constant__ KeyListKernelParams params) {
+    scalar_attention_key_list_kernel(const __grid_constant__ KeyListKernelParams params) {
   constexpr uint32_t kBounded = 1, kFull = 2;  // marks of the first group; those of the second follow
   extern __shared__ uint32_t marks[];
   const AttentionParams& args = params.args;
@@ -208,7 +208,7 @@ KeyLists make_key_lists(const char* operation, const AttentionParams& args, int6
   params.lists.data = reinterpret_cast<uint2*>(static_cast<char*>(args.workspace) + offset);
   if (params.lists.head_step != 0) params.heads = static_cast<int>(args.heads);
   const int64_t mark_bytes = ceil_divide(args.key_length, 4 * kListedKeys) * 4;
-  launch_kernel_with_shared_memory<attention_key_list_kernel>(
+  launch_kernel_with_shared_memory<scalar_attention_key_list_kernel>(
       operation, dim3(static_cast<unsigned>(key_list_count(args, params.lists))), 32, params, stream,
       mark_bytes);
   return params.lists;
