@@ -122,7 +122,7 @@ void launch_any(AttentionKernelParams& params, int multiprocessors, Stream strea
 // Attention by blocks (attention_key_lists.cuh).
 template <typename T, int kHeadDim>
 void launch_listed(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  using Tile = AttentionTile<T, kHeadDim, RowSums::kAdded, kListedGroups>;
+  using Tile = AttentionTile<T, kHeadDim>;
   constexpr KeyOrder kListed = KeyOrder::kListed;
   if (!is_mappable(params.args))
     return launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, ScalarLoader<Tile>>(

@@ -56,9 +56,12 @@ __device__ __forceinline__ void mark_blocks(const KeyBlockList& list, const KeyB
 }
 
 // A warp makes the list of one query tile.
+template <int kGroups>
 __global__ void __launch_bounds__(32)
     scalar_attention_key_list_kernel(const __grid_constant__ KeyListKernelParams params) {
-  constexpr uint32_t kBounded = 1, kFull = 2;  // marks of the first group; those of the second follow
+  // Marks of a group; those of the others follow, two bits each.
+  constexpr uint32_t kBounded = 1, kFull = 2;
+  constexpr uint32_t kAllBounded = kGroups == 3 ? 0b010101 : 0b0101;
   extern __shared__ uint32_t marks[];
   const AttentionParams& args = params.args;
   const KeyBlocks& blocks = args.blocks;
@@ -66,7 +69,8 @@ __global__ void __launch_bounds__(32)
   const int row_tile = static_cast<int>(blockIdx.x) % query_tiles;
   const int list = static_cast<int>(blockIdx.x) / query_tiles;
   const int head = list % params.heads, batch = list / params.heads;
-  const int first_row = row_tile * kListedRows;
+  const int first_row = row_tile * kGroups * kWarpGroupRows,
+            query_length = static_cast<int>(args.query_length);
   griddepcontrol_wait();
   const int key_count = key_count_of(args, batch);
   const int key_blocks = (key_count + kListedKeys - 1) / kListedKeys;
@@ -75,13 +79,14 @@ __global__ void __launch_bounds__(32)
   if (is_listed) {
     for (int i = lane; i * 4 < key_blocks; i += 32) marks[i] = 0;
     __syncwarp();
-    const int blocks_of_tile = kListedRows / blocks.query_rows;
-    const int query_blocks =
-        (static_cast<int>(args.query_length) + blocks.query_rows - 1) / blocks.query_rows;
-    for (int part = 0; part < blocks_of_tile; ++part) {
-      const int query_block = row_tile * blocks_of_tile + part;
-      if (query_block >= query_blocks) break;
-      const uint32_t groups = blocks_of_tile == 1 ? 5 : 1 << (2 * part);
+    int group = 0;
+    while (group < kGroups && first_row + group * kWarpGroupRows < query_length) {
+      // All groups of this query block.
+      const int query_block = (first_row + group * kWarpGroupRows) / blocks.query_rows;
+      uint32_t groups = 0;
+      for (; group < kGroups && (first_row + group * kWarpGroupRows) / blocks.query_rows == query_block;
+           ++group)
+        groups |= 1u << (2 * group);
       const auto mark = [&](const KeyBlockList& of, uint32_t mark) {
         if (of.counts == nullptr) return;
         const int64_t row = batch * of.strides[0] + head * of.strides[1] + query_block;
@@ -93,29 +98,30 @@ __global__ void __launch_bounds__(32)
     __syncwarp();
   }
 
-  QueryBounds bounds[kListedGroups];
-  int queries[kListedGroups];
+  QueryBounds bounds[kGroups];
+  int queries[kGroups];
 #pragma unroll
-  for (int group = 0; group < kListedGroups; ++group) {
+  for (int group = 0; group < kGroups; ++group) {
     const int row = first_row + group * kWarpGroupRows;
-    queries[group] = min(max(static_cast<int>(args.query_length) - row, 0), kWarpGroupRows);
+    queries[group] = min(max(query_length - row, 0), kWarpGroupRows);
     if (blocks.bounds == nullptr) continue;
     const int64_t query = batch * blocks.bounds_strides[0] + head * blocks.bounds_strides[1] + row;
     bounds[group].read(reinterpret_cast<const int2*>(blocks.bounds) + query, queries[group], lane);
   }
 
-  enum Kind { kPlain, kBoth, kFirst, kSecond, kKinds, kNone = kKinds };
+  // Kinds of blocks: plain ones, others of all groups, and those of some: 1 plus the groups' bits.
+  constexpr int kAllGroups = (1 << kGroups) - 1, kKinds = kAllGroups + 1, kPlain = 0, kOfAll = 1;
   struct Found {
-    Kind kind;
+    int kind;  // kKinds if no group attends to the block
     ListedBlock block;
   };
   const auto find = [&](int index) -> Found {
-    if (index >= key_blocks) return {kNone, {}};
-    const uint32_t marked = is_listed ? marks[index / 4] >> (index % 4 * 8) : 5 * kBounded;
+    if (index >= key_blocks) return {kKinds, {}};
+    const uint32_t marked = is_listed ? marks[index / 4] >> (index % 4 * 8) : kAllBounded;
     const int key = index * kListedKeys, end = min(key + kListedKeys, key_count);
     uint32_t attended = 0, bounded = 0;
 #pragma unroll
-    for (int group = 0; group < kListedGroups; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
       const uint32_t mark = marked >> (2 * group);
       const bool is_free = (mark & kFull) || blocks.bounds == nullptr || bounds[group].include_all(key, end);
       if (!(mark & (kBounded | kFull)) || queries[group] == 0) continue;
@@ -124,30 +130,31 @@ __global__ void __launch_bounds__(32)
       bounded |= static_cast<uint32_t>(!is_free) << group;
     }
     const bool is_cut = key + kListedKeys > key_count;
-    const Kind kind = attended == 3   ? (bounded == 0 && !is_cut ? kPlain : kBoth)
-                      : attended == 1 ? kFirst
-                      : attended == 2 ? kSecond
-                                      : kNone;
+    int kind = attended == 0 ? kKinds : 1 + static_cast<int>(attended);
+    if (attended == kAllGroups) kind = bounded == 0 && !is_cut ? kPlain : kOfAll;
     return {kind, ListedBlock::of(index, attended, bounded)};
   };
 
   int counts[kKinds] = {};
 #pragma unroll 1
   for (int first = 0; first < key_blocks; first += 32) {
-    const Kind kind = find(first + lane).kind;
+    const int kind = find(first + lane).kind;
 #pragma unroll
     for (int i = 0; i < kKinds; ++i) counts[i] += __popc(__ballot_sync(~0u, kind == i));
   }
-  const int of_both = counts[kPlain] + counts[kBoth], both_tiles = (of_both + 1) / 2;
-  const int first_tiles = (counts[kFirst] + 1) / 2, second_tiles = (counts[kSecond] + 1) / 2;
-  const int turns = min(first_tiles, second_tiles);
-  // Returns the place of a block, in blocks.
+  const int of_all = counts[kPlain] + counts[kOfAll], tiles_of_all = (of_all + 1) / 2;
+  int tile_count = tiles_of_all;
+#pragma unroll
+  for (int i = kOfAll + 1; i < kKinds; ++i) tile_count += (counts[i] + 1) / 2;
+  // Returns the place of a kind's block `i`, in blocks. Tiles of some groups take turns.
   const auto place_of = [&](int kind, int i) {
-    const int tile = i / 2;
     if (kind == kPlain) return i;
-    if (kind == kBoth) return counts[kPlain] + i;
-    const int turn = kind == kFirst ? tile + min(tile, turns) : tile + min(tile + 1, turns);
-    return (both_tiles + turn) * 2 + i % 2;
+    if (kind == kOfAll) return counts[kPlain] + i;
+    int tile = tiles_of_all;
+#pragma unroll
+    for (int other = kOfAll + 1; other < kKinds; ++other)
+      tile += min((counts[other] + 1) / 2, i / 2 + (other < kind));
+    return tile * 2 + i % 2;
   };
   uint2* const out = params.lists.data + static_cast<int64_t>(blockIdx.x) * params.lists.list_pairs;
   ListedBlock* const tiles = reinterpret_cast<ListedBlock*>(out + 1);
@@ -166,11 +173,15 @@ __global__ void __launch_bounds__(32)
   // A tile without a second block has one beyond the keys, which is filled with zeros.
   const ListedBlock beyond =
       ListedBlock::of((static_cast<int>(args.key_length) + kListedKeys - 1) / kListedKeys, 0, 0);
-  if (of_both % 2 != 0) tiles[of_both] = beyond;
-  for (int kind : {kFirst, kSecond})
-    if (counts[kind] % 2 != 0) tiles[place_of(kind, counts[kind])] = beyond;
-  *out = make_uint2(both_tiles + first_tiles + second_tiles, counts[kPlain] / 2);
+  if (of_all % 2 != 0) tiles[of_all] = beyond;
+#pragma unroll
+  for (int i = kOfAll + 1; i < kKinds; ++i)
+    if (counts[i] % 2 != 0) tiles[place_of(i, counts[i])] = beyond;
+  *out = make_uint2(tile_count, counts[kPlain] / 2);
 }
+
+// Warp groups of a query tile, as of AttentionTile.
+int groups_of(const AttentionParams& args) { return args.head_dim <= 64 ? 3 : 2; }
 
 // The lists of a launch, without their address.
 KeyLists key_lists_of(const AttentionParams& args) {
@@ -180,9 +191,11 @@ KeyLists key_lists_of(const AttentionParams& args) {
            blocks.bounds_strides[dim] != 0;
   };
   KeyLists lists{};
-  lists.query_tiles = static_cast<int>(ceil_divide(args.query_length, kListedRows));
-  // A header, and tiles for all blocks, of which each group's and those of both may end with half a tile.
-  lists.list_pairs = static_cast<int>(ceil_divide(args.key_length, kTileKeys)) + 3;
+  lists.rows = groups_of(args) * kWarpGroupRows;
+  lists.query_tiles = static_cast<int>(ceil_divide(args.query_length, lists.rows));
+  // A header, and tiles for all blocks. Those of each set of groups may end with half a tile.
+  lists.list_pairs =
+      static_cast<int>(ceil_divide(args.key_length, kTileKeys)) + 1 + (1 << groups_of(args)) / 2;
   lists.head_step = differs(1) ? lists.query_tiles : 0;
   lists.batch_step = differs(0) || args.key_lengths != nullptr
                          ? lists.query_tiles * (lists.head_step == 0 ? 1 : static_cast<int>(args.heads))
@@ -208,9 +221,13 @@ KeyLists make_key_lists(const char* operation, const AttentionParams& args, int6
   params.lists.data = reinterpret_cast<uint2*>(static_cast<char*>(args.workspace) + offset);
   if (params.lists.head_step != 0) params.heads = static_cast<int>(args.heads);
   const int64_t mark_bytes = ceil_divide(args.key_length, 4 * kListedKeys) * 4;
-  launch_kernel_with_shared_memory<scalar_attention_key_list_kernel>(
-      operation, dim3(static_cast<unsigned>(key_list_count(args, params.lists))), 32, params, stream,
-      mark_bytes);
+  const dim3 grid(static_cast<unsigned>(key_list_count(args, params.lists)));
+  if (groups_of(args) == 3)
+    launch_kernel_with_shared_memory<scalar_attention_key_list_kernel<3>>(operation, grid, 32, params, stream,
+                                                                          mark_bytes);
+  else
+    launch_kernel_with_shared_memory<scalar_attention_key_list_kernel<2>>(operation, grid, 32, params, stream,
+                                                                          mark_bytes);
   return params.lists;
 }
 

@@ -1,8 +1,8 @@
 // Lists of key tiles, for attention by blocks (KeyBlocks of params.h). One kernel makes a list for each query
 // tile, and attention_stream.cuh reads it. A key tile of a list is two blocks of 64 keys, from anywhere. The
-// lists of the two warp groups of a query tile are merged: key tiles of both come first, then those of one
-// group each, in turns. A tile that all queries of both groups attend to is plain; plain tiles are the first
-// of their list, so that no thread reads what is known of them.
+// lists of the warp groups of a query tile are merged: key tiles of all groups come first, then those of
+// some, in turns. A tile that all queries of all groups attend to is plain; plain tiles are the first of
+// their list, so that no thread reads what is known of them.
 #pragma once
 
 #include "attention_tiles.cuh"
@@ -11,7 +11,7 @@ namespace h100_diffusers_kernels {
 
 // A block of 64 keys in a list: its index, and how each warp group attends to it.
 struct ListedBlock {
-  static constexpr int kIndexBits = 24;
+  static constexpr int kIndexBits = 24, kMaxGroups = 3;
   uint32_t bits;
 
   __device__ __forceinline__ int key() const {
@@ -20,11 +20,11 @@ struct ListedBlock {
   __device__ __forceinline__ bool is_attended(int group) const { return bits >> (kIndexBits + group) & 1; }
   // Whether the bounds of the group's queries apply.
   __device__ __forceinline__ bool is_bounded(int group) const {
-    return bits >> (kIndexBits + kListedGroups + group) & 1;
+    return bits >> (kIndexBits + kMaxGroups + group) & 1;
   }
   // attended, bounded: a bit for each group
   __device__ __forceinline__ static ListedBlock of(int index, uint32_t attended, uint32_t bounded) {
-    return {static_cast<uint32_t>(index) | attended << kIndexBits | bounded << (kIndexBits + kListedGroups)};
+    return {static_cast<uint32_t>(index) | attended << kIndexBits | bounded << (kIndexBits + kMaxGroups)};
   }
 };
 static_assert(kMaxListedKeys / kListedKeys < 1 << ListedBlock::kIndexBits);

@@ -190,8 +190,8 @@ class RowSoftmax {
   }
 
   float scale_;
-  float reference_[2] = {0, 0};  // m
-  float row_sum_[2] = {0, 0};    // the thread's part of l, if there is no column of ones
+  float reference_[2] = {kLowestScore, kLowestScore};  // m
+  float row_sum_[2] = {0, 0};  // the thread's part of l, if there is no column of ones
 };
 
 template <class Tile, KeyBias kBias>
@@ -201,6 +201,7 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
  public:
   using Probability = typename Tile::T;
   static constexpr float kValueScale = 1;
+  static constexpr bool kSetsReference = false;  // by each tile
 
   __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale) {}

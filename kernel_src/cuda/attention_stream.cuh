@@ -140,16 +140,15 @@ template <class Streamed>
 class ListedKeys {
  public:
   int key_count;
-  bool has_padding;
 
   // header: address in shared memory
   __device__ __forceinline__ ListedKeys(const AttentionKernelParams& params, int batch, Streamed& streamed,
                                         uint32_t header)
       : key_count(params.key_count(batch)),
-        has_padding(key_count < params.args.key_length),
+        params_(params),
         streamed_(streamed),
-        tiles_(static_cast<int>(streamed.load_word(header))),
-        plain_tiles_(static_cast<int>(streamed.load_word(header + 4))) {}
+        remaining_(static_cast<int>(streamed.load_word(header))),
+        plain_(static_cast<int>(streamed.load_word(header + 4))) {}
 
   __device__ __forceinline__ bool begin() {
     is_first_ = true;
@@ -159,7 +158,7 @@ class ListedKeys {
     is_first_ = false;
     if (!is_next_attended()) return false;
     has_earlier_ = true;
-    ++next_;
+    take();
     return true;
   }
   __device__ __forceinline__ bool find_later() {
@@ -170,34 +169,43 @@ class ListedKeys {
   }
   __device__ __forceinline__ bool is_first() const { return is_first_; }
   __device__ __forceinline__ bool has_earlier() const { return has_earlier_; }
+  __device__ __forceinline__ bool has_padding() const { return key_count < params_.args.key_length; }
 
-  __device__ __forceinline__ int index() const { return next_ - 1; }
-  __device__ __forceinline__ bool is_last() const { return next_ == tiles_; }
-  __device__ __forceinline__ bool is_plain() const { return next_ <= plain_tiles_; }
+  __device__ __forceinline__ bool is_last() const { return remaining_ == 0; }
+  __device__ __forceinline__ bool is_plain() const { return plain_ >= 0; }
   // The current tile, which is not plain.
   __device__ __forceinline__ const ListedTile& tile() const { return tile_; }
+  // The current tile, from its list in global memory.
+  __device__ __forceinline__ ListedTile read_tile(const uint2* list) const {
+    return listed_tile(list, list_header(list).tiles - 1 - remaining_);
+  }
 
  private:
+  __device__ __forceinline__ void take() {
+    --remaining_;
+    --plain_;
+  }
   // Waits for the next keys.
   __device__ __forceinline__ bool is_next_attended() {
-    if (next_ < plain_tiles_) return true;
-    if (next_ == tiles_) return false;
+    if (plain_ > 0) return true;
+    if (remaining_ == 0) return false;
     streamed_.wait_keys();
     tile_ = streamed_.next_tile();
     return tile_.is_attended(streamed_.group());
   }
   __device__ __forceinline__ bool find() {
 #pragma unroll 1
-    for (; !is_next_attended(); ++next_) {
-      if (next_ == tiles_) return false;
-      streamed_.skip(tile_, key_count, has_padding);
+    for (; !is_next_attended(); take()) {
+      if (remaining_ == 0) return false;
+      streamed_.skip(tile_, key_count, has_padding());
     }
-    ++next_;
+    take();
     return true;
   }
 
+  const AttentionKernelParams& params_;
   Streamed& streamed_;
-  int next_ = 0, tiles_, plain_tiles_;
+  int remaining_, plain_;  // tiles after the current one; plain ones too, below 0 if the current one is not
   bool is_first_ = true, has_earlier_ = false;
   ListedTile tile_;
 };
@@ -247,6 +255,9 @@ class StreamCompute {
 
  private:
   static constexpr bool kIsListed = kOrder == KeyOrder::kListed;
+  // With lists and one stage, the queries are released before the end of a tile. The other stage makes up for
+  // a later release, which needs fewer registers.
+  static constexpr bool kReleasesEarly = Memory::QueryRing::kStages == 1;
   using Streamed = StreamedKeys<Tile, kBias, kOrder>;
   using Order = std::conditional_t<kIsListed, ListedKeys<Streamed>, AllKeys>;
 
@@ -270,8 +281,9 @@ class StreamCompute {
         finish_scores(scores, tile, order);
         if constexpr (kIsListed)
           if (order.is_first() && !order.is_plain()) softmax.expect_masked_rows();
-        softmax.process_tile(scores, order.is_first(), accumulators, probabilities,
-                             recompute_of(tile, order));
+        // The online softmax may follow the maximum from the first tile on, which needs no register for it.
+        const bool is_first = (!kIsListed || Softmax::kSetsReference) && order.is_first();
+        softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, order));
         keys_.wait_values();
         issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       } while (order.advance() || order.find_later());
@@ -349,7 +361,7 @@ class StreamCompute {
   __device__ __forceinline__ auto recompute_of(int tile, const ListedKeys<Streamed>& order) const {
     return [this, tile, &order](auto& scores) {
       const QueryTile position = group_position(tile);
-      const ListedTile listed = listed_tile(params_.lists.of(position), order.index());
+      const ListedTile listed = order.read_tile(params_.lists.of(position));
       recompute_scores<Tile>(
           params_, WarpRole(), position, [listed](int row) { return listed.key_of(row); }, scores);
       if (!order.is_plain())
@@ -370,13 +382,13 @@ class StreamCompute {
   }
   __device__ __forceinline__ void finish_scores(Scores<Tile>& scores, int tile,
                                                 const ListedKeys<Streamed>& order) {
-    if (order.is_last()) {
+    if (kReleasesEarly && order.is_last()) {
       release_query();
       holds_query_ = false;
     }
     if (order.is_plain()) return;
     mask_listed_scores(scores, params_.args, role_, group_position(tile), order.tile(), order.key_count);
-    if (order.has_padding) {
+    if (order.has_padding()) {
       keys_.wait_values();
       Streamed::clear_padding(order.tile(), keys_.values(), order.key_count, true);
     }
@@ -388,7 +400,7 @@ class StreamCompute {
                                               const Accumulators<Tile>& accumulators,
                                               Outputs<Tile>& outputs) {
     if constexpr (kIsListed) {  // The values have been released.
-      if (holds_query_) release_query();
+      if (!kReleasesEarly || holds_query_) release_query();
       softmax.find_rows_with_keys(has_keys_);
     } else {
       wgmma_wait_group();
@@ -445,6 +457,9 @@ template <class Tile, KeyBias kBias, Rescaling kRescaling, KeyOrder kOrder, clas
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = StreamMemory<Tile, kBias, kOrder>;
+  // Registers of each computing thread that three groups leave to the loading threads.
+  constexpr int kMoved =
+      Tile::kGroups == 3 && kOrder == KeyOrder::kListed && kBias == KeyBias::kAdded ? 8 : 0;
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
@@ -460,7 +475,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // them.
   if (kRescaling == Rescaling::kOnline || kOrder == KeyOrder::kListed) griddepcontrol_wait();
   if (role.is_loader()) {
-    setmaxnreg_dec<Tile::kLoadRegisters>();
+    setmaxnreg_dec<Tile::kLoadRegisters + kMoved * Tile::kGroups>();
     const auto load = [&]<class Loader>(std::type_identity<Loader>) {
       if (!Loader::is_loader_thread(role)) return;
       StreamLoad<Tile, kBias, kOrder, Loader> stream(params, memory, role);
@@ -474,7 +489,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     };
     (load(std::type_identity<Loaders>{}), ...);
   } else {
-    setmaxnreg_inc<Tile::kComputeRegisters>();
+    setmaxnreg_inc<Tile::kComputeRegisters - kMoved>();
     StreamCompute<Tile, kBias, kOrder> stream(params, memory, role);
     if constexpr (kRescaling == Rescaling::kLazy) {
       stream.template run<LazySoftmax<Tile>>();
@@ -497,8 +512,8 @@ void launch_stream_attention(const char* operation, AttentionKernelParams& param
     blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
   }
   if constexpr (kOrder == KeyOrder::kListed) {
-    static_assert(Tile::kRows == kListedRows);
     params.lists = make_key_lists(operation, params.args, params.list_offset, stream);
+    if (params.lists.rows != Tile::kRows) throw std::logic_error("lists of other query tiles");
   }
   launch_kernel_with_shared_memory<stream_attention_kernel<Tile, kBias, kRescaling, kOrder, Loaders...>>(
       operation, dim3(blocks), Tile::kThreads, params, stream, StreamMemory<Tile, kBias, kOrder>::kBytes);

@@ -30,13 +30,12 @@ enum class RowSums { kAdded, kMultiplied };
 // long as the matrix products, so there are three groups: one multiplies while two compute exponentials
 // (notes/attention.md, "Instruction throughput beside wgmma"). With more O needs more registers, so there are
 // two groups.
-template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded,
-          int kGroups_ = kHeadDim_ == 64 ? 3 : 2>
+template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kGroups = kGroups_;
+  static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
@@ -88,19 +87,17 @@ struct QueryTile {
 };
 
 constexpr int kListedKeys = kTileKeys / 2;  // keys of a block
-constexpr int kListedGroups = 2;            // warp groups of a query tile
-constexpr int kListedRows = kListedGroups * kWarpGroupRows;
 
 // Lists of key tiles (attention_key_lists.cuh), in pairs of words: for each query tile a header, followed by
 // its key tiles.
 struct KeyLists {
   uint2* data;
   int list_pairs;             // pairs from one list to the next
-  int query_tiles;            // of a head
+  int rows, query_tiles;      // queries of a tile, tiles of a head
   int batch_step, head_step;  // lists from one batch entry and head to the next; 0 broadcasts
 
   __device__ __forceinline__ const uint2* of(const QueryTile& position) const {
-    const int list = position.batch * batch_step + position.head * head_step + position.row / kListedRows;
+    const int list = position.batch * batch_step + position.head * head_step + position.row / rows;
     return data + static_cast<int64_t>(list) * list_pairs;
   }
 };

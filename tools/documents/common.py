@@ -22,6 +22,7 @@ MODE_NAMES = {
     "compiled-regional+decoder": "torch.compile, blocks and decoder",
     "compiled-reduce-overhead": "torch.compile, reduce-overhead",
     "injected": "injected",
+    "injected+compiled-regional": "injected, then torch.compile, block by block",
     "injected+graphs": "injected with CUDA graphs",
     "injected+int8": '`attention="int8"`',
     "eager+fp8": "FP8 by torchao",

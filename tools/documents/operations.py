@@ -333,19 +333,13 @@ def block_masks(results: Path) -> str:
     result = there(gathered, "block_masks")
     rows = []
     for model in result["block_masks"]:
-        for mode, speedups in model["speedups"].items():
-            if mode != "injected":
-                share = model["share"]
-                rows.append(
-                    [
-                        model["model"],
-                        "" if share is None else f"{share:.0%}",
-                        MODE_NAMES[mode],
-                        times(statistics.median(speedups)),
-                        ", ".join(map(times, speedups)),
-                    ]
-                )
-    headers = ["model", "of all blocks", "injected over", "median", "runs"]
+        share = "" if model["share"] is None else f"{model['share']:.0%}"
+        for ours, of_peers in model["speedups"].items():
+            for peer, runs in of_peers.items():
+                median = times(statistics.median(runs))
+                names = MODE_NAMES[ours], MODE_NAMES[peer]
+                rows.append([model["model"], share, *names, median, ", ".join(map(times, runs))])
+    headers = ["model", "of all blocks", "", "over", "median", "runs"]
     return markdown(rows, headers) + setup(*result["runs"])
 
 
