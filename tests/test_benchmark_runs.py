@@ -18,6 +18,7 @@ from benchmarks import models
 from benchmarks.harness import comparison, history, kernel_times, record, timing
 from benchmarks.models import (
     bench_accuracy,
+    bench_block_masks,
     bench_cuda_graphs,
     bench_decoders,
     bench_every_model,
@@ -30,6 +31,7 @@ from benchmarks.models.flux import FLUX
 from benchmarks.models.ltx import LTX_VIDEO
 from benchmarks.operations import (
     bench_attention,
+    bench_attention_blocks,
     bench_conv3d,
     bench_energy,
     bench_fp8,
@@ -436,6 +438,23 @@ def test_in_part(result_of, monkeypatch):
     (measured,) = result_of(bench_in_part, "--models", "pixart", "--rounds", "1")["in_part"]
     assert [list(times.values()) for times in measured["ms"]] == [[4, 2], [4, 1], [4, 4]]
     assert (measured["speedups"], measured["speedup"]) == ([2, 4, 1], 2)
+
+
+def test_block_masks(result_of):
+    (measured,) = result_of(bench_block_masks, "--models", "skyreels", "--rounds", "1")[
+        "block_masks"
+    ]
+    assert measured["distance_from_eager"]["injected"] < 0.02
+    assert all(len(runs) == 3 for of in measured["speedups"].values() for runs in of.values())
+
+
+def test_attention_blocks(result_of):
+    entries = result_of(bench_attention_blocks, "--rounds", "1")["attention_blocks"]
+    assert [entry["mask"] for entry in entries] == ["random", "frame"]
+    assert entries[1]["share"] == pytest.approx(11 / 21) and 0.3 < entries[0]["share"] < 0.7
+    for entry in entries:
+        over = entry["microseconds"]["all keys"]["median"] / entry["microseconds"]["ours"]["median"]
+        assert over * entry["time_over_all_keys"] == pytest.approx(1)
 
 
 def test_energy(result_of, device):

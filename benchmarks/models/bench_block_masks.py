@@ -221,7 +221,11 @@ def measure(
         "size": str(size),
         "share": share,
         "ms": medians,
-        "speedups": {mode: [run[mode] / run["injected"] for run in medians] for mode in medians[0]},
+        "speedups": {
+            ours: {p: [run[p] / run[ours] for run in medians] for p in PEERS if p in twins}
+            for ours in OURS
+            if ours in twins
+        },
         "distance_from_eager": distances,
         "report": str(report),
     }
