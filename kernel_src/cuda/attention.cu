@@ -119,21 +119,27 @@ void launch_any(AttentionKernelParams& params, int multiprocessors, Stream strea
     launch_resident<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
 }
 
-// Attention by blocks (attention_key_lists.cuh).
+// Attention by blocks (attention_key_lists.cuh). With three groups only the lazy softmax has the registers.
 template <typename T, int kHeadDim>
 void launch_listed(AttentionKernelParams& params, int multiprocessors, Stream stream) {
-  using Tile = AttentionTile<T, kHeadDim>;
+  using Tile = AttentionTile<T, kHeadDim, RowSums::kAdded, 2>;
   constexpr KeyOrder kListed = KeyOrder::kListed;
   if (!is_mappable(params.args))
     return launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, ScalarLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    using LazyTile = AttentionTile<T, kHeadDim>;
     if (has_half_values(params.args))
-      return launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, kListed, TensorLoader<Tile>>(
-          kOperation, params, multiprocessors, stream);
+      return launch_stream_attention<LazyTile, KeyBias::kNone, Rescaling::kLazy, kListed,
+                                     TensorLoader<LazyTile>>(kOperation, params, multiprocessors, stream);
   }
   launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, TensorLoader<Tile>,
                           BiasLoader<Tile>>(kOperation, params, multiprocessors, stream);
+}
+
+// Warp groups of a query tile of launch_listed.
+int listed_groups(const AttentionParams& args) {
+  return args.head_dim <= 64 && has_half_values(args) ? 3 : 2;
 }
 
 // Tiles of 80, 96 and 112 columns are for many keys only. With few keys most time is spent on memory, and the
@@ -168,7 +174,7 @@ int64_t list_offset(const AttentionParams& args) {
 }  // namespace
 
 int64_t attention_workspace_bytes(const AttentionParams& args) {
-  return list_offset(args) + key_list_bytes(args);
+  return list_offset(args) + key_list_bytes(args, listed_groups(args));
 }
 
 void attention(const AttentionParams& args, Stream stream) {

@@ -180,22 +180,18 @@ __global__ void __launch_bounds__(32)
   *out = make_uint2(tile_count, counts[kPlain] / 2);
 }
 
-// Warp groups of a query tile, as of AttentionTile.
-int groups_of(const AttentionParams& args) { return args.head_dim <= 64 ? 3 : 2; }
-
 // The lists of a launch, without their address.
-KeyLists key_lists_of(const AttentionParams& args) {
+KeyLists key_lists_of(const AttentionParams& args, int groups) {
   const KeyBlocks& blocks = args.blocks;
   const auto differs = [&](int dim) {
     return blocks.bounded.strides[dim] != 0 || blocks.full.strides[dim] != 0 ||
            blocks.bounds_strides[dim] != 0;
   };
   KeyLists lists{};
-  lists.rows = groups_of(args) * kWarpGroupRows;
+  lists.rows = groups * kWarpGroupRows;
   lists.query_tiles = static_cast<int>(ceil_divide(args.query_length, lists.rows));
   // A header, and tiles for all blocks. Those of each set of groups may end with half a tile.
-  lists.list_pairs =
-      static_cast<int>(ceil_divide(args.key_length, kTileKeys)) + 1 + (1 << groups_of(args)) / 2;
+  lists.list_pairs = static_cast<int>(ceil_divide(args.key_length, kTileKeys)) + 1 + (1 << groups) / 2;
   lists.head_step = differs(1) ? lists.query_tiles : 0;
   lists.batch_step = differs(0) || args.key_lengths != nullptr
                          ? lists.query_tiles * (lists.head_step == 0 ? 1 : static_cast<int>(args.heads))
@@ -210,19 +206,20 @@ int64_t key_list_count(const AttentionParams& args, const KeyLists& lists) {
 
 }  // namespace
 
-int64_t key_list_bytes(const AttentionParams& args) {
+int64_t key_list_bytes(const AttentionParams& args, int groups) {
   if (!args.blocks.is_given) return 0;
-  const KeyLists lists = key_lists_of(args);
+  const KeyLists lists = key_lists_of(args, groups);
   return key_list_count(args, lists) * lists.list_pairs * static_cast<int64_t>(sizeof(uint2));
 }
 
-KeyLists make_key_lists(const char* operation, const AttentionParams& args, int64_t offset, Stream stream) {
-  KeyListKernelParams params{args, key_lists_of(args), 1};
+KeyLists make_key_lists(const char* operation, const AttentionParams& args, int groups, int64_t offset,
+                        Stream stream) {
+  KeyListKernelParams params{args, key_lists_of(args, groups), 1};
   params.lists.data = reinterpret_cast<uint2*>(static_cast<char*>(args.workspace) + offset);
   if (params.lists.head_step != 0) params.heads = static_cast<int>(args.heads);
   const int64_t mark_bytes = ceil_divide(args.key_length, 4 * kListedKeys) * 4;
   const dim3 grid(static_cast<unsigned>(key_list_count(args, params.lists)));
-  if (groups_of(args) == 3)
+  if (groups == 3)
     launch_kernel_with_shared_memory<scalar_attention_key_list_kernel<3>>(operation, grid, 32, params, stream,
                                                                           mark_bytes);
   else

@@ -54,10 +54,11 @@ __device__ __forceinline__ ListedTile listed_tile(const uint2* list, int index) 
   return {{{pair.x}, {pair.y}}};
 }
 
-// Bytes of the lists of a launch.
-int64_t key_list_bytes(const AttentionParams& args);
+// Bytes of the lists of a launch. groups: warp groups of a query tile, 2 or 3
+int64_t key_list_bytes(const AttentionParams& args, int groups);
 
 // Makes the lists at `offset` of the workspace.
-KeyLists make_key_lists(const char* operation, const AttentionParams& args, int64_t offset, Stream stream);
+KeyLists make_key_lists(const char* operation, const AttentionParams& args, int groups, int64_t offset,
+                        Stream stream);
 
 }  // namespace h100_diffusers_kernels

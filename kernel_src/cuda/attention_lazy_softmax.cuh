@@ -43,7 +43,6 @@ class LazySoftmax : public RowSoftmax<Tile, KeyBias::kNone> {
  public:
   using Probability = __half;
   static constexpr float kValueScale = kHalfValueScale;
-  static constexpr bool kSetsReference = true;  // by the first tile
 
   __device__ __forceinline__ explicit LazySoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale), exponent_(params.reference_exponent) {}

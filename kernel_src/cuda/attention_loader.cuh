@@ -103,10 +103,9 @@ class BiasLoader {
   }
   __device__ __forceinline__ void load_keys(uint32_t, uint32_t bias, Barrier full, const QueryTile& position,
                                             const ListedTile& listed) const {
-    // Half of the lanes for each block.
-    const int half = lane_ / 16;
-    store_bias<typename Tile::T>(params_.args, position.batch, listed.key_of(half * kListedKeys),
-                                 bias + half * kListedKeys * 4, lane_ % 16, 16, kListedKeys);
+    for (int half = 0; half < 2; ++half)
+      store_bias<typename Tile::T>(params_.args, position.batch, listed.blocks[half].key(),
+                                   bias + half * kListedKeys * 4, lane_, 32, kListedKeys);
     full.arrive();
   }
   template <class Keys>
@@ -154,7 +153,6 @@ class ScalarLoader {
   __device__ __forceinline__ void load_keys(uint32_t tile, uint32_t bias, Barrier full,
                                             const QueryTile& position, const ListedTile& listed) const {
     read(params_.args.k, tile, position, listed);
-#pragma unroll 1
     for (int half = 0; half < 2; ++half)
       store_bias<T>(params_.args, position.batch, listed.blocks[half].key(), bias + half * kListedKeys * 4,
                     thread_, kWarpGroupThreads, kListedKeys);

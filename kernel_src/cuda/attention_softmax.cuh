@@ -201,7 +201,6 @@ class OnlineSoftmax : public RowSoftmax<Tile, kBias> {
  public:
   using Probability = typename Tile::T;
   static constexpr float kValueScale = 1;
-  static constexpr bool kSetsReference = false;  // by each tile
 
   __device__ __forceinline__ explicit OnlineSoftmax(const AttentionKernelParams& params)
       : Base(params.score_scale) {}

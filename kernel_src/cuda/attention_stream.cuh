@@ -281,9 +281,8 @@ class StreamCompute {
         finish_scores(scores, tile, order);
         if constexpr (kIsListed)
           if (order.is_first() && !order.is_plain()) softmax.expect_masked_rows();
-        // The online softmax may follow the maximum from the first tile on, which needs no register for it.
-        const bool is_first = (!kIsListed || Softmax::kSetsReference) && order.is_first();
-        softmax.process_tile(scores, is_first, accumulators, probabilities, recompute_of(tile, order));
+        softmax.process_tile(scores, order.is_first(), accumulators, probabilities,
+                             recompute_of(tile, order));
         keys_.wait_values();
         issue_outputs<Tile, Softmax>(probabilities, keys_.values(), true, accumulators);
       } while (order.advance() || order.find_later());
@@ -457,9 +456,6 @@ template <class Tile, KeyBias kBias, Rescaling kRescaling, KeyOrder kOrder, clas
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_attention_kernel(const __grid_constant__ AttentionKernelParams params) {
   using Memory = StreamMemory<Tile, kBias, kOrder>;
-  // Registers of each computing thread that three groups leave to the loading threads.
-  constexpr int kMoved =
-      Tile::kGroups == 3 && kOrder == KeyOrder::kListed && kBias == KeyBias::kAdded ? 8 : 0;
   const Memory memory(shared_tiles());
   const WarpRole role;
   if (threadIdx.x == 0) {
@@ -475,7 +471,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // them.
   if (kRescaling == Rescaling::kOnline || kOrder == KeyOrder::kListed) griddepcontrol_wait();
   if (role.is_loader()) {
-    setmaxnreg_dec<Tile::kLoadRegisters + kMoved * Tile::kGroups>();
+    setmaxnreg_dec<Tile::kLoadRegisters>();
     const auto load = [&]<class Loader>(std::type_identity<Loader>) {
       if (!Loader::is_loader_thread(role)) return;
       StreamLoad<Tile, kBias, kOrder, Loader> stream(params, memory, role);
@@ -489,7 +485,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     };
     (load(std::type_identity<Loaders>{}), ...);
   } else {
-    setmaxnreg_inc<Tile::kComputeRegisters - kMoved>();
+    setmaxnreg_inc<Tile::kComputeRegisters>();
     StreamCompute<Tile, kBias, kOrder> stream(params, memory, role);
     if constexpr (kRescaling == Rescaling::kLazy) {
       stream.template run<LazySoftmax<Tile>>();
@@ -511,10 +507,8 @@ void launch_stream_attention(const char* operation, AttentionKernelParams& param
     params.reference_exponent = lazy_reference_exponent(params.args.key_length);
     blocks = std::max(blocks, static_cast<int>(ceil_divide(params.tiles, TileList::kCapacity)));
   }
-  if constexpr (kOrder == KeyOrder::kListed) {
-    params.lists = make_key_lists(operation, params.args, params.list_offset, stream);
-    if (params.lists.rows != Tile::kRows) throw std::logic_error("lists of other query tiles");
-  }
+  if constexpr (kOrder == KeyOrder::kListed)
+    params.lists = make_key_lists(operation, params.args, Tile::kGroups, params.list_offset, stream);
   launch_kernel_with_shared_memory<stream_attention_kernel<Tile, kBias, kRescaling, kOrder, Loaders...>>(
       operation, dim3(blocks), Tile::kThreads, params, stream, StreamMemory<Tile, kBias, kOrder>::kBytes);
 }

@@ -197,15 +197,12 @@ class StreamLoad {
       if (loader_.is_first()) store_pair(memory_.header_of(query_state_.stage), *list);
       load_query(position);
     }
-    // Loaders of tensors read the list ahead of the wait. Others have no registers for it.
-    constexpr bool kReadsAhead = Loader::kArrivals > 0;
-    uint2 next = kReadsAhead ? list[1] : uint2{};
+    uint2 next = list[1];
 #pragma unroll 1
     for (int index = 0; index < tiles; ++index) {
-      uint2 pair = next;
-      if (kReadsAhead) next = list[1 + min(index + 1, tiles - 1)];
+      const uint2 pair = next;
+      next = list[1 + min(index + 1, tiles - 1)];  // ahead of the wait
       key_state_.wait_empty(memory_.key_ring);
-      if (!kReadsAhead) pair = list[1 + index];
       if (loader_.is_first()) store_pair(memory_.listed_tile_of(key_state_.stage), pair);
       load_keys<kPass>(position, ListedTile{{{pair.x}, {pair.y}}});
     }
@@ -229,12 +226,10 @@ class StreamLoad {
     key_state_.wait_empty(memory_.key_ring);
     loader_.load_keys(memory_.keys + stage * Memory::kKeyBytes, memory_.bias + stage * Memory::kBiasBytes,
                       memory_.key_ring.full(stage), position, keys);
-    if constexpr (kOrder == KeyOrder::kAll || Loader::kArrivals > 0) {
-      key_state_.wait_empty(memory_.value_ring);
-      if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
-      loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage),
-                          position, keys);
-    }
+    key_state_.wait_empty(memory_.value_ring);
+    if constexpr (kPass == Pass::kClaimed) wait_for_half_values();
+    loader_.load_values(memory_.values + stage * Memory::kKeyBytes, memory_.value_ring.full(stage), position,
+                        keys);
     key_state_.advance();
   }
 

@@ -30,12 +30,13 @@ enum class RowSums { kAdded, kMultiplied };
 // long as the matrix products, so there are three groups: one multiplies while two compute exponentials
 // (notes/attention.md, "Instruction throughput beside wgmma"). With more O needs more registers, so there are
 // two groups.
-template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded>
+template <typename T_, int kHeadDim_, RowSums kRowSums = RowSums::kAdded,
+          int kGroups_ = kHeadDim_ == 64 ? 3 : 2>
 struct AttentionTile {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
-  static constexpr int kGroups = kHeadDim == 64 ? 3 : 2;
+  static constexpr int kGroups = kGroups_;
   static constexpr int kRows = kGroups * kWarpGroupRows;
   static constexpr int kThreads = (kGroups + 1) * kWarpGroupThreads;
   static constexpr int kComputeWarps = kGroups * kWarpGroupWarps;
