@@ -160,6 +160,24 @@ def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
         yield (f"{entry['model']}, in part", "compiled-regional"), Ratio(entry["speedup"], spread)
 
 
+def of_block_masks(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["block_masks"]:
+        for ours, of_peers in entry["speedups"].items():
+            for peer, runs in of_peers.items():
+                median = statistics.median(runs)
+                spread = (max(runs) - min(runs)) / median
+                yield (f"{entry['model']}, {ours}", peer), Ratio(median, spread)
+
+
+def of_attention_blocks(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
+    for entry in result["attention_blocks"]:
+        name = f"attention, {entry['mask']} {'x'.join(map(str, entry['shape']))}"
+        times = entry["microseconds"]
+        for peer in times.keys() - {"ours"}:
+            spread = combined(times[peer]["spread"], times["ours"]["spread"])
+            yield (name, peer), Ratio(times[peer]["median"] / times["ours"]["median"], spread)
+
+
 def of_every_model(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["every_model"]:
         for kind in ("wall", "gpu"):
@@ -358,6 +376,8 @@ READERS: dict[str, Callable[[Mapping], Iterator[tuple[Label, Ratio]]]] = {
     "loops": of_loops,
     "videos": of_videos,
     "in_part": of_in_part,
+    "block_masks": of_block_masks,
+    "attention_blocks": of_attention_blocks,
     "every_model": of_every_model,
     "calls": of_calls,
     "forwards": of_forwards,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ... import operations
 from ...operations.conditions import attention_takes, kernels_run_on
 from ...operations.key_blocks import KeyBlocks, causal_bounds, is_block_mask
-from ..core.checks import class_name
+from ..core.checks import class_name, look_up_libraries
 from ..parallel.exchange import attend_in_parallel, config_of, config_of_model
 from .decision import (
     BACKEND_NAME,
@@ -90,6 +90,7 @@ def register_attention_backend() -> str:
         raise RuntimeError(
             "register_attention_backend: this diffusers has no known registry of attention backends"
         )
+    look_up_libraries()  # diffusers may be loaded after this package
     if BACKEND_NAME not in names._value2member_map_:
         member = str.__new__(names, BACKEND_NAME)
         member._name_, member._value_ = BACKEND_NAME.upper(), BACKEND_NAME
