@@ -528,6 +528,7 @@ def test_blocks_exclude_out(kernel, device, return_lse):
         kernel.attention(q, k, v, out=torch.empty_like(q), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.drawn(times=0, period=6)
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("lists", ["none", "bounded", "both"])
