@@ -128,7 +128,7 @@ def test_opcheck(kernel, device, call, layout, dtype, has_optional):
     check_operator(kernel, device, call, layout, dtype, has_optional, *checks)
 
 
-@pytest.mark.drawn(times=0, period=6)
+@pytest.mark.drawn(times=0, period=12)
 @pairwise(**OPCHECKED, has_optional=[True, False])
 def test_opcheck_of_aot_dispatch(kernel, device, call, layout, dtype, has_optional):
     """With symbolic sizes: nearly all the time of the checks."""

@@ -695,7 +695,7 @@ def test_fp8_results_take_the_same_arguments(kernel, name):
 
 
 def traced_mistakes():
-    """Each with and without gradients; one in nine is not slow. Operation and argument are parameters of
+    """Each with and without gradients; one in fourteen is not slow. Operation and argument are parameters of
     their own, for draws."""
     counts, cases = Counter(), []
     for i, case in enumerate(MISTAKES):
@@ -704,7 +704,7 @@ def traced_mistakes():
         counts[place] += 1
         for requires_grad in (False, True):
             name = f"{case}-{'grad' if requires_grad else 'no_grad'}"
-            marks = [pytest.mark.slow] if i % 9 else []
+            marks = [pytest.mark.slow] if i % 14 else []
             cases.append(pytest.param(*place, number, requires_grad, marks=marks, id=name))
     return cases
 

@@ -74,7 +74,7 @@ def of_all_ranks(value):
     return values
 
 
-@pytest.mark.drawn(times=0, period=4)
+@pytest.mark.drawn(times=0, period=6)
 @pytest.mark.parametrize("how", [ULYSSES, RING], ids=["ulysses", "ring"])
 @pytest.mark.parametrize("name", [name for name in INPUTS if name in FAMILIES])
 @in_ranks
