@@ -35,12 +35,10 @@ from torch.nn.attention import flex_attention
 from benchmarks import models
 from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE, TINY, names_option
+from benchmarks.models.bench_in_part import DTYPE, RUNS, WARM_UP_ROUNDS, measure_each
 from benchmarks.models.published import Given, Published, PublishedVideo, VideoSize
 
 PEERS, OURS = ("eager", models.REGIONAL), ("injected", f"injected+{models.REGIONAL}")
-RUNS = 3
-WARM_UP_ROUNDS = 2
-DTYPE = torch.bfloat16
 
 
 class Nabla(PublishedVideo):
@@ -240,27 +238,15 @@ def measure(
 @torch.no_grad()
 def main(device, tiny, entries, rounds, output) -> None:
     """Measure the models one after the other."""
-    kernel, _ = models.load_kernel()
-    result: dict[str, Any] = {
-        "environment": record.environment(device),
-        "dtype": record.dtype_name(DTYPE),
-        "rounds": rounds,
-        "block_masks": [],
-    }
-    output = record.destination(output, "block_masks")
-    for entry in entries:
-        result["block_masks"].append(measure(entry, kernel, device, tiny, rounds))
-        models.free(device)
-        record.write(output, result)
+    measured = measure_each("block_masks", measure, entries, device, tiny, rounds, output)
     rows = [
         [m["model"], m["share"], ours, peer, *runs, m["distance_from_eager"][ours]]
-        for m in result["block_masks"]
+        for m in measured
         for ours, of_peers in m["speedups"].items()
         for peer, runs in of_peers.items()
     ]
     names = ["mode", "over", *[f"run {i + 1}" for i in range(RUNS)], "distance"]
     click.echo(tabulate(rows, ["model", "share", *names], floatfmt=".4g"))
-    record.say_where(output)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,6 +224,33 @@ def measure(
     }
 
 
+def measure_each(
+    name: str,
+    measure: Callable[..., dict[str, Any]],
+    entries: Sequence[Published],
+    device: torch.device,
+    is_tiny: bool,
+    rounds: int,
+    output: Path | None,
+) -> list[dict[str, Any]]:
+    """The models one after the other. The result is written after each."""
+    kernel, _ = models.load_kernel()
+    measured: list[dict[str, Any]] = []
+    result = {
+        "environment": record.environment(device),
+        "dtype": record.dtype_name(DTYPE),
+        "rounds": rounds,
+        name: measured,
+    }
+    where = record.destination(output, name)
+    for entry in entries:
+        measured.append(measure(entry, kernel, device, is_tiny, rounds))
+        models.free(device)
+        record.write(where, result)
+    record.say_where(where)
+    return measured
+
+
 @click.command()
 @DEVICE
 @TINY
@@ -232,21 +260,9 @@ def measure(
 @torch.no_grad()
 def main(device, tiny, entries, rounds, output) -> None:
     """Measure the models one after the other."""
-    kernel, _ = models.load_kernel()
-    result: dict[str, Any] = {
-        "environment": record.environment(device),
-        "dtype": record.dtype_name(DTYPE),
-        "rounds": rounds,
-        "in_part": [],
-    }
-    output = record.destination(output, "in_part")
-    for entry in entries:
-        result["in_part"].append(measure(entry, kernel, device, tiny, rounds))
-        models.free(device)
-        record.write(output, result)
-    table = [[m["model"], m["speedup"], *m["speedups"]] for m in result["in_part"]]
+    measured = measure_each("in_part", measure, entries, device, tiny, rounds, output)
+    table = [[m["model"], m["speedup"], *m["speedups"]] for m in measured]
     click.echo(tabulate(table, ["model", "median", *["run"] * RUNS], floatfmt=".3f"))
-    record.say_where(output)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@
 // queries stream through (attention_resident.cuh), with the same rings.
 //
 // Attention by blocks has a list of key tiles for each query tile (attention_key_lists.cuh). The loader and
-// the warp groups walk through it, and a group leaves out tiles that only the other one attends to.
+// the warp groups walk through it, and a group leaves out tiles that only others attend to.
 //
 // The softmax is lazy (attention_lazy_softmax.cuh) for bfloat16 without biases if there are many queries and
 // keys: a separate kernel converts the values to float16, blocks claim tiles one by one, and tiles with

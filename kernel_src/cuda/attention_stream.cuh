@@ -109,7 +109,8 @@ class StreamedKeys {
   bool keys_arrived_ = false, values_arrived_ = false;
 };
 
-// The order of a query tile's key tiles. A tile becomes the current one by begin() or advance().
+// The order of a query tile's key tiles. A tile becomes the current one by begin(), advance() or
+// find_later().
 
 // All keys. There is at least one tile, even if all its keys are masked.
 struct AllKeys {

@@ -83,8 +83,10 @@ class KeyBlocks(NamedTuple):
             key = torch.arange(keys, device=self.key_bounds.device)
             first, end = self.key_bounds[..., :1], self.key_bounds[..., 1:]
             within = (first <= key) & (key < end)
-            bounded = within if bounded is None and full is None else bounded
-            bounded = None if bounded is None else bounded & within
+            if bounded is not None:
+                bounded = bounded & within
+            elif full is None:
+                bounded = within
         if bounded is None or full is None:
             found = full if bounded is None else bounded
             return torch.ones(1, 1, queries, keys, dtype=torch.bool) if found is None else found

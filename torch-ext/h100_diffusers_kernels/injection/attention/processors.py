@@ -168,12 +168,13 @@ def _attention(
         reason = "the kernel does not support its shapes"
     else:
         reason = why_not_arguments(dropout_p, scale)
-    if reason is None and mask is not None and not is_block_mask(mask):
+    is_block = is_block_mask(mask)
+    if reason is None and mask is not None and not is_block:
         if current is not None and current.has_repeated(mask):
             mask = mask[:, :1]
         key_bias = key_bias_of(mask, key)
         reason = MASK_DIFFERS if key_bias is None else None
-    if reason is None and (is_causal or is_block_mask(mask)):
+    if reason is None and (is_causal or is_block):
         found = blocks_of(query, key, mask, is_causal)
         blocks, reason = (None, found) if isinstance(found, str) else (found, None)
     if reason is not None:

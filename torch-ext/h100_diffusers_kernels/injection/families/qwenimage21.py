@@ -198,8 +198,10 @@ def _attend_in_text(
     length, last = query.shape[1], key.shape[1]
 
     def blocks_of() -> KeyBlocks:
-        make = partial(causal_bounds, length, query.device, start)
-        return KeyBlocks(key_bounds=call.shared(("bounds", start), segments, lambda _: make()))
+        def make(_: Any) -> Tensor:
+            return causal_bounds(length, query.device, start)
+
+        return KeyBlocks(key_bounds=call.shared(("bounds", start), segments, make))
 
     bias = None if mask is None else shared_key_bias(call, mask, key, False)
     if mask is None or bias is not None:
