@@ -119,7 +119,22 @@ void launch_any(AttentionKernelParams& params, int multiprocessors, Stream strea
     launch_resident<T, kHeadDim, KeyBias::kNone>(params, multiprocessors, stream);
 }
 
-// Attention by blocks (attention_key_lists.cuh). With three groups only the lazy softmax has the registers.
+// Attention by blocks (attention_key_lists.cuh): warp groups of a query tile. Three are for 64 columns, and
+// only the lazy softmax has the registers. A tile of three cuts every second block of 128 queries.
+int listed_groups(const AttentionParams& args) {
+  const KeyBlocks& blocks = args.blocks;
+  const bool has_lists = blocks.bounded.counts != nullptr || blocks.full.counts != nullptr;
+  const bool is_cut = has_lists && blocks.query_rows > kWarpGroupRows;
+  return args.head_dim <= 64 && has_half_values(args) && !is_cut ? 3 : 2;
+}
+
+template <int kHeadDim, int kGroups>
+void launch_lazy_listed(AttentionKernelParams& params, int multiprocessors, Stream stream) {
+  using Tile = AttentionTile<__nv_bfloat16, kHeadDim, RowSums::kAdded, kGroups>;
+  launch_stream_attention<Tile, KeyBias::kNone, Rescaling::kLazy, KeyOrder::kListed, TensorLoader<Tile>>(
+      kOperation, params, multiprocessors, stream);
+}
+
 template <typename T, int kHeadDim>
 void launch_listed(AttentionKernelParams& params, int multiprocessors, Stream stream) {
   using Tile = AttentionTile<T, kHeadDim, RowSums::kAdded, 2>;
@@ -128,18 +143,14 @@ void launch_listed(AttentionKernelParams& params, int multiprocessors, Stream st
     return launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, ScalarLoader<Tile>>(
         kOperation, params, multiprocessors, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    using LazyTile = AttentionTile<T, kHeadDim>;
-    if (has_half_values(params.args))
-      return launch_stream_attention<LazyTile, KeyBias::kNone, Rescaling::kLazy, kListed,
-                                     TensorLoader<LazyTile>>(kOperation, params, multiprocessors, stream);
+    if constexpr (kHeadDim == 64) {
+      if (listed_groups(params.args) == 3)
+        return launch_lazy_listed<kHeadDim, 3>(params, multiprocessors, stream);
+    }
+    if (has_half_values(params.args)) return launch_lazy_listed<kHeadDim, 2>(params, multiprocessors, stream);
   }
   launch_stream_attention<Tile, KeyBias::kAdded, Rescaling::kOnline, kListed, TensorLoader<Tile>,
                           BiasLoader<Tile>>(kOperation, params, multiprocessors, stream);
-}
-
-// Warp groups of a query tile of launch_listed.
-int listed_groups(const AttentionParams& args) {
-  return args.head_dim <= 64 && has_half_values(args) ? 3 : 2;
 }
 
 // Tiles of 80, 96 and 112 columns are for many keys only. With few keys most time is spent on memory, and the
