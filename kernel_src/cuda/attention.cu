@@ -120,11 +120,12 @@ void launch_any(AttentionKernelParams& params, int multiprocessors, Stream strea
 }
 
 // Attention by blocks (attention_key_lists.cuh): warp groups of a query tile. Three are for 64 columns, and
-// only the lazy softmax has the registers. A tile of three cuts every second block of 128 queries.
+// only the lazy softmax has the registers. A tile of three cuts every second block of 128 queries, which is
+// slower if a list for each head was chosen by values, so that adjacent blocks share few keys.
 int listed_groups(const AttentionParams& args) {
   const KeyBlocks& blocks = args.blocks;
-  const bool has_lists = blocks.bounded.counts != nullptr || blocks.full.counts != nullptr;
-  const bool is_cut = has_lists && blocks.query_rows > kWarpGroupRows;
+  const bool is_cut =
+      blocks.query_rows > kWarpGroupRows && (blocks.bounded.strides[1] != 0 || blocks.full.strides[1] != 0);
   return args.head_dim <= 64 && has_half_values(args) && !is_cut ? 3 : 2;
 }
 

@@ -326,6 +326,22 @@ def attention_blocks(results: Path) -> str:
 
 
 @table
+def attention_blocks_inputs(results: Path) -> str:
+    """Attention by blocks on other kinds of inputs."""
+    entries = load(results, "attention_blocks")["attention_blocks"]
+    kinds = list(entries[0]["rate_over_std 3"])
+    rows = [
+        [
+            "×".join(map(str, entry["shape"][2:])),
+            entry["mask"],
+            *(times(entry["rate_over_std 3"][kind]) for kind in kinds),
+        ]
+        for entry in entries
+    ]
+    return markdown(rows, ["(Sk, H, d)", "mask", *kinds])
+
+
+@table
 def block_masks(results: Path) -> str:
     """Models whose attention has a mask by blocks."""
     gathered = history.gathered("block_masks", "block_masks", lambda m: m["model"], results)
