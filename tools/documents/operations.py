@@ -328,7 +328,8 @@ def attention_blocks(results: Path) -> str:
 @table
 def attention_blocks_inputs(results: Path) -> str:
     """Attention by blocks on other kinds of inputs."""
-    entries = load(results, "attention_blocks")["attention_blocks"]
+    result = load(results, "attention_blocks")
+    entries = result["attention_blocks"]
     kinds = list(entries[0]["rate_over_std 3"])
     rows = [
         [
@@ -338,7 +339,7 @@ def attention_blocks_inputs(results: Path) -> str:
         ]
         for entry in entries
     ]
-    return markdown(rows, ["(Sk, H, d)", "mask", *kinds])
+    return markdown(rows, ["(Sk, H, d)", "mask", *kinds]) + setup(result)
 
 
 @table
