@@ -153,27 +153,28 @@ def of_videos(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
             yield (f"PSNR of videos, {mode}", "100 dB"), ratio
 
 
+def of_runs(speedups: Sequence[float]) -> Ratio:
+    median = statistics.median(speedups)
+    return Ratio(median, (max(speedups) - min(speedups)) / median)
+
+
 def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["in_part"]:
-        runs = entry["speedups"]
-        spread = (max(runs) - min(runs)) / entry["speedup"]
-        yield (f"{entry['model']}, in part", "compiled-regional"), Ratio(entry["speedup"], spread)
+        yield (f"{entry['model']}, in part", "compiled-regional"), of_runs(entry["speedups"])
 
 
 def of_block_masks(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["block_masks"]:
         for ours, of_peers in entry["speedups"].items():
             for peer, runs in of_peers.items():
-                median = statistics.median(runs)
-                spread = (max(runs) - min(runs)) / median
-                yield (f"{entry['model']}, {ours}", peer), Ratio(median, spread)
+                yield (f"{entry['model']}, {ours}", peer), of_runs(runs)
 
 
 def of_attention_blocks(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["attention_blocks"]:
         name = f"attention, {entry['mask']} {'x'.join(map(str, entry['shape']))}"
         times = entry["microseconds"]
-        for peer in times.keys() - {"ours"}:
+        for peer in (name for name in times if name != "ours"):
             spread = combined(times[peer]["spread"], times["ours"]["spread"])
             yield (name, peer), Ratio(times[peer]["median"] / times["ours"]["median"], spread)
 

@@ -14,6 +14,7 @@ FLUSH_BYTES = 256 << 20  # five times the L2 cache
 HEAD_START_CYCLES = 2_000_000  # about a millisecond of the GPU
 MAX_HEAD_START_CYCLES = HEAD_START_CYCLES << 6
 BACK_TO_BACK_CALLS = 20
+WARM_UP_ROUNDS = 2  # of cold_microseconds
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -178,6 +179,16 @@ def summarize(samples: list[float]) -> dict[str, float]:
         "spread": (high - low) / median,
         "samples": len(samples),
     }
+
+
+def cold_microseconds(
+    functions: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[Name, dict[str, float]]:
+    """`summarize` of each function's microseconds with a cold cache, after rounds to warm up."""
+    cold = Stopwatch(device).cold
+    interleave(functions, WARM_UP_ROUNDS, device, cold)
+    samples = interleave(functions, rounds, device, cold)
+    return {name: summarize(values) for name, values in samples.items()}
 
 
 def speedups(times: Mapping[str, float]) -> dict[str, dict[str, float]]:

@@ -38,8 +38,8 @@ from benchmarks.operations.bench_attention import TOLERANCE, flops
 from accuracy import finite_distance
 from attention_inputs import INPUTS, NORMAL
 
-WARM_UP_ROUNDS = 2
 PEAKED = "std 3"
+# Without "steps", where every implementation's error grows with the length, here beyond TOLERANCE.
 OTHER_INPUTS = (NORMAL, "std 6", "trained", "sink", "rising", "jump")
 SAMPLED_QUERIES = 64
 DENSE, OURS, FLEX = "all keys", "ours", "flex"
@@ -162,15 +162,6 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> float:
     return max(distances)
 
 
-def in_turns(
-    functions: dict[tuple, Callable], rounds: int, device: torch.device
-) -> dict[tuple, dict[str, float]]:
-    cold = timing.Stopwatch(device).cold
-    timing.interleave(functions, WARM_UP_ROUNDS, device, cold)
-    samples = timing.interleave(functions, rounds, device, cold)
-    return {key: timing.summarize(values) for key, values in samples.items()}
-
-
 def measure(
     workload: Workload, kernel: ModuleType, device: torch.device, rounds: int, has_flex: bool
 ) -> list[dict[str, Any]]:
@@ -203,7 +194,8 @@ def measure(
             raise click.ClickException(
                 f"{name}, {which}: the result is {distance:.3g} from float64"
             )
-    times, times_of_inputs = (in_turns(of, rounds, device) for of in (functions, of_inputs))
+    times = timing.cold_microseconds(functions, rounds, device)
+    times_of_inputs = timing.cold_microseconds(of_inputs, rounds, device)
     dense = times["", DENSE]
     entries = []
     for name, mask in masks.items():

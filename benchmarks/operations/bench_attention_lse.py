@@ -22,7 +22,6 @@ from benchmarks import models
 from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE
 
-WARM_UP_ROUNDS = 2
 PEAK = 4  # standard deviation of the scores, as peaked as in trained models
 # (batch, queries, keys, heads, head dim)
 SHAPES = (
@@ -43,7 +42,6 @@ TINY_SHAPES = ((1, 16, 24, 2, 64),)
 @torch.no_grad()
 def main(device, tiny, rounds, output) -> None:
     kernel, _ = models.load_kernel()
-    stopwatch = timing.Stopwatch(device)
     entries = []
     for shape in TINY_SHAPES if tiny else SHAPES:
         batch, queries, keys, heads, head_dim = shape
@@ -51,9 +49,7 @@ def main(device, tiny, rounds, output) -> None:
         q, k, v = (torch.randn(size, device=device).to(torch.bfloat16) for size in sizes)
         plain = functools.partial(kernel.attention, q * PEAK, k, v)
         functions = {"without": plain, "with": functools.partial(plain, return_lse=True)}
-        timing.interleave(functions, WARM_UP_ROUNDS, device, stopwatch.cold)
-        samples = timing.interleave(functions, rounds, device, stopwatch.cold)
-        times = {name: timing.summarize(values) for name, values in samples.items()}
+        times = timing.cold_microseconds(functions, rounds, device)
         ratio = times["without"]["median"] / times["with"]["median"]
         entries.append({"shape": shape, "microseconds": times, "without_over_with": ratio})
     result = {

@@ -30,9 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import models
-from benchmarks.harness import clocks, record
+from benchmarks.harness import clocks, record, timing
 from benchmarks.harness.options import DEVICE
-from benchmarks.operations.bench_fp8 import medians
 
 from accuracy import finite_distance
 
@@ -106,7 +105,7 @@ def measure(kernel: ModuleType, case: tuple, rounds: int, device: torch.device) 
         "out_channels": out_channels,
         "border": border,
         "operations": operations,
-        "microseconds": medians(modes, rounds, device),
+        "microseconds": timing.cold_microseconds(modes, rounds, device),
         "errors": {
             mode: finite_distance(modes[mode]()[:, :, :1], exact) for mode in ("ours", "eager")
         },

@@ -67,7 +67,7 @@ ROWS = (
 )
 TINY_ROWS = tuple((name, (2, 5, 64)) for name, _ in ROWS)
 CHANNELS_PER_OUTLIER, OUTLIERS = 128, (20.0, 100.0)
-SUSTAINED_MS, SUSTAINED_ROUNDS, WARM_UP_ROUNDS = 100.0, 3, 2
+SUSTAINED_MS, SUSTAINED_ROUNDS = 100.0, 3
 ERROR_ROWS = 256
 
 
@@ -174,16 +174,6 @@ def row_modes(
     return modes, moved
 
 
-def medians(
-    modes: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[str, dict[str, float]]:
-    """Microseconds of each mode with a cold cache."""
-    stopwatch = timing.Stopwatch(device)
-    timing.interleave(modes, WARM_UP_ROUNDS, device, stopwatch.cold)
-    samples = timing.interleave(modes, rounds, device, stopwatch.cold)
-    return {mode: timing.summarize(times) for mode, times in samples.items()}
-
-
 def sustained(
     modes: Mapping[str, Callable[[], object]], times: Mapping[str, dict], device: torch.device
 ) -> dict[str, dict[str, float]]:
@@ -208,7 +198,7 @@ def measure_product(
         for mode, call in modes.items()
         if mode != "bfloat16"  # of other operands
     }
-    cold = medians(modes, rounds, device)
+    cold = timing.cold_microseconds(modes, rounds, device)
     return {
         "size": list(size),
         "operations": 2 * math.prod(size),
@@ -222,7 +212,7 @@ def measure_fused(
     kernel: ModuleType, name: str, size: tuple[int, int, int], rounds: int, device: torch.device
 ) -> dict[str, object]:
     modes = fused_modes(kernel, name, size, device)
-    cold = medians(modes, rounds, device)
+    cold = timing.cold_microseconds(modes, rounds, device)
     return {
         "operation": name,
         "size": list(size),
@@ -237,7 +227,7 @@ def measure_rows(
 ) -> dict[str, object]:
     modes, moved = row_modes(kernel, name, shape, device)
     entry = {"operation": name, "shape": list(shape), "bytes": moved}
-    return {**entry, "microseconds": medians(modes, rounds, device)}
+    return {**entry, "microseconds": timing.cold_microseconds(modes, rounds, device)}
 
 
 def show(result: Mapping) -> None:

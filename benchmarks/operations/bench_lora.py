@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
 import torch
-from bench_fp8 import ERROR_ROWS, activations, medians, sustained
+from bench_fp8 import ERROR_ROWS, activations, sustained
 from tabulate import tabulate
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import models
-from benchmarks.harness import clocks, record
+from benchmarks.harness import clocks, record, timing
 from benchmarks.harness.options import DEVICE
 
 from accuracy import finite_distance
@@ -169,7 +169,7 @@ def measure(
         low = wide @ layer.down.double().t()
         total = wide @ layer.weight.double().t() + 0.8 * low @ layer.up.double().t() + layer.bias
         exact.append(F.gelu(total, approximate="tanh") if has_gelu else total)
-    cold = medians(modes, rounds, device)
+    cold = timing.cold_microseconds(modes, rounds, device)
     return {
         "group": title,
         "rows": rows,

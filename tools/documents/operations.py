@@ -330,12 +330,13 @@ def attention_blocks_inputs(results: Path) -> str:
     """Attention by blocks on other kinds of inputs."""
     result = load(results, "attention_blocks")
     entries = result["attention_blocks"]
-    kinds = list(entries[0]["rate_over_std 3"])
+    rates = f"rate_over_{result['inputs']}"
+    kinds = list(entries[0][rates])
     rows = [
         [
             "×".join(map(str, entry["shape"][2:])),
             entry["mask"],
-            *(times(entry["rate_over_std 3"][kind]) for kind in kinds),
+            *(times(entry[rates][kind]) for kind in kinds),
         ]
         for entry in entries
     ]
