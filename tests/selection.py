@@ -2,7 +2,8 @@
 
 A function whose cases take less than a second in all runs whole. Of any other, a draw takes
 
-- each value of each parameter once, or three times with `drawn(times=3)`,
+- each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 20
+  values, such as the families, a half or a third of them, which the next seeds complete,
 - with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
 - each case once in `PERIOD` consecutive seeds, or a fifth of the cases alone with `drawn(times=0, period=5)`,
 - all cases if the function is marked `whole`, and those that tools/quality/seeded_faults.toml names.
@@ -24,6 +25,7 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 PERIOD = 30
+MANY_VALUES, MOST_SHARES = 20, 3
 
 
 def commit_number():
@@ -58,6 +60,16 @@ def _marks(item, pairs):
     yield from ((pair, tuple(values.get(name) for name in pair)) for pair in pairs)
 
 
+def _in_other_shares(marks, pairs, seed):
+    """Of parameters with many values, those that other seeds take."""
+    values = collections.defaultdict(list)
+    for mark in marks:
+        values[mark[0]].append(mark)
+    for name, of_one in values.items():
+        count = 1 if name in pairs else min(MOST_SHARES, -(-len(of_one) // MANY_VALUES))
+        yield from (mark for i, mark in enumerate(of_one) if i % count != seed % count)
+
+
 def draw_cases(cases, name, seed, times=1, pairs=(), period=PERIOD):
     """The cases of one function that a seed draws."""
     # In the same order for all seeds, so that each case is in one of `period` shares.
@@ -66,6 +78,7 @@ def draw_cases(cases, name, seed, times=1, pairs=(), period=PERIOD):
     marks = {case: list(_marks(case, pairs)) for case in cases}
     left = collections.Counter(mark for of_case in marks.values() for mark in of_case)
     left = {mark: min(1 if mark[0] in pairs else times, n) for mark, n in left.items()}
+    left.update(dict.fromkeys(_in_other_shares([*left], pairs, seed), 0))
     chosen = set()
 
     def take(case):

@@ -72,6 +72,15 @@ def test_a_share():
     assert {*itertools.chain(*drawn)} == {*cases}
 
 
+def test_many_values():
+    """A draw takes a half of 22 values, a third of 100, and consecutive draws take all."""
+    for count, shares in ((22, 2), (100, 3)):
+        cases = [item("f", f"n{i}") for i in range(count)]
+        drawn = [{*draw(cases, seed, SECONDS, [])} for seed in range(shares)]
+        assert all(count / shares - 1 < len(each) < count * 0.6 for each in drawn)
+        assert set().union(*drawn) == {*cases}
+
+
 def test_pairs():
     cases = product("f", pytest.mark.drawn(pairs=[("name", "flag")]).mark)
     drawn = draw(cases, 7, SECONDS, [])
