@@ -428,7 +428,8 @@ def test_in_part(result_of, monkeypatch):
     """Compiled without Inductor. The forwards run, and their times are replaced by known ones."""
     without_inductor = functools.partial(models.compile_blocks, backend="eager")
     monkeypatch.setattr(models, "compile_blocks", without_inductor)
-    interleave, seconds = timing.interleave, iter([12.0, 6.0, 12.0, 3.0, 12.0, 12.0])
+    # Of each run: compiled, injected, injected and compiled.
+    interleave, seconds = timing.interleave, iter([12, 6, 6, 12, 12, 3, 12, 24, 12])
 
     def known(forwards, rounds, device):
         interleave(forwards, 1, device)
@@ -436,8 +437,10 @@ def test_in_part(result_of, monkeypatch):
 
     monkeypatch.setattr(timing, "interleave", known)
     (measured,) = result_of(bench_in_part, "--models", "pixart", "--rounds", "1")["in_part"]
-    assert [list(times.values()) for times in measured["ms"]] == [[4, 2], [4, 1], [4, 4]]
-    assert (measured["speedups"], measured["speedup"]) == ([2, 4, 1], 2)
+    assert [list(times.values()) for times in measured["ms"]] == [[4, 2, 2], [4, 4, 1], [4, 8, 4]]
+    assert measured["speedups"] == {"injected": [2, 1, 0.5], "injected+compiled": [2, 4, 1]}
+    assert measured["speedup"] == {"injected": 1, "injected+compiled": 2}
+    assert measured["best"] == "injected+compiled" and not measured["left_out"]
 
 
 def test_block_masks(result_of):

@@ -160,7 +160,8 @@ def of_runs(speedups: Sequence[float]) -> Ratio:
 
 def of_in_part(result: Mapping) -> Iterator[tuple[Label, Ratio]]:
     for entry in result["in_part"]:
-        yield (f"{entry['model']}, in part", "compiled-regional"), of_runs(entry["speedups"])
+        for mode, runs in entry["speedups"].items():
+            yield (f"{entry['model']}, in part, {mode}", "compiled"), of_runs(runs)
 
 
 def of_block_masks(result: Mapping) -> Iterator[tuple[Label, Ratio]]:

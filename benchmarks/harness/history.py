@@ -17,7 +17,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 # Of these a run may measure a part: a new result replaces only one of as many GPUs with the same options.
 IN_PARTS = (
     *("models", "cuda_graphs", "host", "parallel", "adapters"),
-    *("pipelines", "few_steps", "decoders", "block_masks"),
+    *("pipelines", "few_steps", "decoders", "block_masks", "in_part"),
 )
 LINE = 200  # characters: what fits is not broken into several lines
 # What ranks share in a mode of bench_parallel.py, in the order of a mesh.

@@ -282,8 +282,8 @@ def inject(kernel: ModuleType, pipe_or_model: object, mode: str) -> Any:
 
 
 def compile_whole(model: torch.nn.Module, **options: object) -> None:
-    """torch.compile in place: one graph, static shapes, the default mode if none is given."""
-    model.compile(fullgraph=True, dynamic=False, **options)
+    """torch.compile in place: one graph, static shapes, and the default mode unless options say otherwise."""
+    model.compile(**{"fullgraph": True, "dynamic": False, **options})
 
 
 def block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -229,6 +229,17 @@ def measure(
     }
 
 
+def show(measured: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        [m["model"], m["share"], ours, peer, *runs, m["distance_from_eager"][ours]]
+        for m in measured
+        for ours, of_peers in m["speedups"].items()
+        for peer, runs in of_peers.items()
+    ]
+    names = ["mode", "over", *[f"run {i + 1}" for i in range(RUNS)], "distance"]
+    click.echo(tabulate(rows, ["model", "share", *names], floatfmt=".4g"))
+
+
 @click.command()
 @DEVICE
 @TINY
@@ -238,15 +249,7 @@ def measure(
 @torch.no_grad()
 def main(device, tiny, entries, rounds, output) -> None:
     """Measure the models one after the other."""
-    measured = measure_each("block_masks", measure, entries, device, tiny, rounds, output)
-    rows = [
-        [m["model"], m["share"], ours, peer, *runs, m["distance_from_eager"][ours]]
-        for m in measured
-        for ours, of_peers in m["speedups"].items()
-        for peer, runs in of_peers.items()
-    ]
-    names = ["mode", "over", *[f"run {i + 1}" for i in range(RUNS)], "distance"]
-    click.echo(tabulate(rows, ["model", "share", *names], floatfmt=".4g"))
+    measure_each("block_masks", measure, entries, device, tiny, rounds, output, show)
 
 
 if __name__ == "__main__":

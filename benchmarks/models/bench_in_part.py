@@ -1,21 +1,34 @@
-"""Models that injection speeds up in part: compiled block by block, with the kernels and without.
+"""Models that injection speeds up in part: injected in three ways, over torch.compile.
 
-Of such a model attention runs on the kernels, and Inductor compiles the rest. Both modes share one set of
-weights, with scores as peaked as in trained models, and take turns. The speedup is the median of RUNS runs;
-all of them are recorded. Models have a few of their blocks. Widths are diffusers' defaults, and of PixArt and
-CogView4 the published ones. Writes to benchmarks/results/in_part:
+- compiled: block by block, UNets as a whole. Graph breaks are allowed.
+- injected, injected with CUDA graphs, and injected and compiled in the same way.
+
+All modes share one set of weights, with scores as peaked as in trained models, and take turns. A speedup is
+the median of RUNS runs, all of which are recorded. Models have published widths and a few of their blocks.
+A mode that fails, or captures no forward, is left out with its reason. Writes to benchmarks/results/in_part,
+where a run may have some of the models:
 
     python benchmarks/models/bench_in_part.py
-    python benchmarks/models/bench_in_part.py --models pixart,prx --output /tmp/in_part.json
+    python benchmarks/models/bench_in_part.py --models pixart,prx --modes compiled,injected
     python benchmarks/models/bench_in_part.py --device cpu --tiny --output /tmp/in_part.json
+
+Compilation takes most of the time, and one processor. Several processes may fill Inductor's cache before;
+what they tuned while they shared the GPU is deleted:
+
+    python benchmarks/models/bench_in_part.py --list | TORCHINDUCTOR_COMPILE_THREADS=2 xargs -P 8 -I {} \
+        timeout 300 python benchmarks/models/bench_in_part.py --models {} --modes compiled,injected+compiled \
+        --rounds 1 --output /tmp/in_part/{}.json
+    find /tmp/torchinductor_$USER -name "*.best_config" -delete
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,13 +41,14 @@ from diffusers.models import transformers
 from tabulate import tabulate
 
 from benchmarks import models
-from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, TINY, names_option
+from benchmarks.harness import cuda_graphs, options, record, timing
+from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 
-MODES = (models.REGIONAL, f"injected+{models.REGIONAL}")
+COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
+MODES = (COMPILED, "injected", models.GRAPHS, INJECTED_COMPILED)
 RUNS = 3
 WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
@@ -190,37 +204,80 @@ def model_and_arguments(
     return model, entry.inputs(model, size, device, DTYPE)
 
 
+def compile_blocks_or_whole(model: torch.nn.Module) -> None:
+    """Block by block. UNets have few equal blocks, and most of their time outside of those."""
+    is_unet = type(model).__module__.startswith("diffusers.models.unets.")
+    if not is_unet and (model._repeated_blocks or models.block_lists(model)):
+        models.compile_blocks(model, fullgraph=False)
+    else:
+        models.compile_whole(model, fullgraph=False)
+
+
+def forward_of(
+    mode: str,
+    twin: torch.nn.Module,
+    arguments: Mapping[str, Any],
+    kernel: ModuleType,
+) -> tuple[Callable[[], object], Any]:
+    """The forward after its first call, and the report of an injection with CUDA graphs.
+
+    RuntimeError if no forward is captured.
+    """
+    report = models.inject(kernel, twin, mode) if mode.startswith("injected") else None
+    if mode.endswith("compiled"):
+        compile_blocks_or_whole(twin)
+    forward = functools.partial(twin, **arguments)
+    if mode != models.GRAPHS:
+        forward()
+        return forward, None
+    reasons = cuda_graphs.why_not_captured(report, forward)
+    if reasons is not None:
+        raise RuntimeError(f"no forward is captured: {reasons}")
+    return forward, report
+
+
 def measure(
     entry: Published,
     kernel: ModuleType,
     device: torch.device,
     is_tiny: bool,
     rounds: int,
+    modes: Sequence[str] = MODES,
 ) -> dict[str, Any]:
-    """Each run's times and speedup of one model."""
+    """Each run's times and speedups of one model, and the injected mode that is the fastest."""
     model, arguments = model_and_arguments(entry, device, is_tiny)
-    twins = {mode: models.twin(model) for mode in MODES}
-    for mode, twin in twins.items():
-        if mode.startswith("injected"):
-            models.inject(kernel, twin, mode)
-        models.compile_as(twin, mode)
-    forwards = {
-        mode: timing.repeated(functools.partial(twin, **arguments), CONSECUTIVE)
-        for mode, twin in twins.items()
-    }
+    forwards, graphs, left_out = {}, None, {}
+    for mode in modes:
+        try:
+            forwards[mode], report = forward_of(mode, models.twin(model), arguments, kernel)
+        except Exception as error:  # the other modes are still measured
+            left_out[mode] = f"{type(error).__name__}: {error}"
+            click.echo(f"{entry.key}, {mode}:\n{traceback.format_exc()}", err=True)
+            continue
+        graphs = graphs or report
+    if COMPILED in left_out or not forwards:
+        raise RuntimeError(f"not measured: {left_out}")
+    repeated = {mode: timing.repeated(call, CONSECUTIVE) for mode, call in forwards.items()}
     with models.weights(model, "peaked"):
-        timing.interleave(forwards, WARM_UP_ROUNDS, device)
-        runs = [timing.interleave(forwards, rounds, device) for _ in range(RUNS)]
+        timing.interleave(repeated, WARM_UP_ROUNDS, device)
+        runs = [timing.interleave(repeated, rounds, device) for _ in range(RUNS)]
+    if graphs is not None:
+        cuda_graphs.check_replayed(graphs, RUNS * rounds * CONSECUTIVE)
     medians = [
         {mode: statistics.median(samples) / CONSECUTIVE for mode, samples in run.items()}
         for run in runs
     ]
-    speedups = [median[MODES[0]] / median[MODES[1]] for median in medians]
+    injected = [mode for mode in forwards if mode != COMPILED] if COMPILED in forwards else []
+    speedups = {mode: [run[COMPILED] / run[mode] for run in medians] for mode in injected}
+    speedup = {mode: statistics.median(each) for mode, each in speedups.items()}
     return {
         "model": entry.name,
+        "class": entry.cls.__name__,
         "ms": medians,
         "speedups": speedups,
-        "speedup": statistics.median(speedups),
+        "speedup": speedup,
+        "best": max(speedup, key=speedup.__getitem__, default=None),
+        "left_out": left_out,
     }
 
 
@@ -232,8 +289,9 @@ def measure_each(
     is_tiny: bool,
     rounds: int,
     output: Path | None,
-) -> list[dict[str, Any]]:
-    """The models one after the other. The result is written after each."""
+    show: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """The models one after the other. The result is written after each, and shown in the end."""
     kernel, _ = models.load_kernel()
     measured: list[dict[str, Any]] = []
     result = {
@@ -242,27 +300,54 @@ def measure_each(
         "rounds": rounds,
         name: measured,
     }
-    where = record.destination(output, name)
-    for entry in entries:
+    where = record.destination(output, name, ("entries",))
+
+    def measure_one(entry: Published) -> None:
         measured.append(measure(entry, kernel, device, is_tiny, rounds))
-        models.free(device)
         record.write(where, result)
-    record.say_where(where)
-    return measured
+
+    try:
+        options.measure_each({e.key: functools.partial(measure_one, e) for e in entries}, device)
+    finally:
+        show(measured)
+        record.say_where(where)
+
+
+def show(measured: Sequence[dict[str, Any]]) -> None:
+    injected = MODES[1:]
+    rows = [
+        [
+            m["model"],
+            statistics.median(run.get(COMPILED, math.nan) for run in m["ms"]),
+            *(m["speedup"].get(mode) for mode in injected),
+            m["best"],
+            *m["speedups"].get(m["best"], ()),
+        ]
+        for m in measured
+    ]
+    headers = ["model", "compiled ms", *injected, "best", *["run"] * RUNS]
+    click.echo(tabulate(rows, headers, floatfmt=".3f"))
+
+
+def list_models(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo("\n".join(MODELS))
+        ctx.exit()
 
 
 @click.command()
 @DEVICE
 @TINY
 @names_option("--models", MODELS, "entries")
+@modes_option(MODES, MODES)
 @click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=list_models)
 @record.output_option("in_part")
 @torch.no_grad()
-def main(device, tiny, entries, rounds, output) -> None:
+def main(device, tiny, entries, modes, rounds, output) -> None:
     """Measure the models one after the other."""
-    measured = measure_each("in_part", measure, entries, device, tiny, rounds, output)
-    table = [[m["model"], m["speedup"], *m["speedups"]] for m in measured]
-    click.echo(tabulate(table, ["model", "median", *["run"] * RUNS], floatfmt=".3f"))
+    of_modes = functools.partial(measure, modes=modes_on(device, modes))
+    measure_each("in_part", of_modes, entries, device, tiny, rounds, output, show)
 
 
 if __name__ == "__main__":

@@ -101,14 +101,20 @@ def models_in_detail(results: Path) -> str:
 
 @table
 def in_part(results: Path) -> str:
-    """Models replaced in part, compiled: with the kernels over without."""
-    result = load(results, "in_part")
+    """Models replaced in part: each injected mode over torch.compile, and all runs of the best one."""
+    measured = history.gathered("in_part", "in_part", lambda entry: entry["model"], results)
+    measured = there(measured, "in_part")
+    modes = ("injected", models.GRAPHS, "injected+compiled")
     rows = [
-        [entry["model"], times(entry["speedup"]), ", ".join(map(times, entry["speedups"]))]
-        for entry in result["in_part"]
+        [
+            entry["model"],
+            *(times(entry["speedup"].get(mode)) for mode in modes),
+            ", ".join(map(times, entry["speedups"].get(entry["best"], ()))),
+        ]
+        for entry in measured["in_part"]
     ]
-    headers = ["model", "over torch.compile", "each run"]
-    return markdown(rows, headers) + setup(result)
+    headers = ["model", "injected", "with CUDA graphs", "injected and compiled", "best, each run"]
+    return markdown(rows, headers) + setup(*measured["runs"])
 
 
 def injected_over(results: Path, names: Iterable[str], other: str) -> str:
