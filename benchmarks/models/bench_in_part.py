@@ -43,6 +43,9 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
+from benchmarks.harness import record, timing
+from benchmarks.harness.options import DEVICE, TINY, names_option
+from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
@@ -82,12 +85,6 @@ class OvisImage(PackedImage):
     key, name = "ovis_image", "Ovis-Image, 2 + 4 blocks"
     cls = transformers.OvisImageTransformer2DModel
     text_tokens = 256
-
-
-class Bria(PackedImage):
-    key, name = "bria", "Bria, 2 + 4 blocks"
-    cls = transformers.BriaTransformer2DModel
-    text_tokens = 128
 
 
 class ErnieImage(PublishedImage):
@@ -192,8 +189,11 @@ class Kandinsky5(PublishedImage):
         }
 
 
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN))}
+_UNKNOWN = (LongCatImage, OvisImage, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+MODELS = {
+    entry.key: entry
+    for entry in (AURAFLOW, ALLEGRO, BRIA, FIBO, FIBO2, *(cls() for cls in _UNKNOWN))
+}
 
 
 def model_and_arguments(
