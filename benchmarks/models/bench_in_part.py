@@ -47,8 +47,10 @@ from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.images import AURAFLOW
+from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
+from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
 
 COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
 MODES = (COMPILED, "injected", models.GRAPHS, INJECTED_COMPILED)
@@ -194,6 +196,10 @@ MODELS = {
     entry.key: entry
     for entry in (AURAFLOW, ALLEGRO, BRIA, FIBO, FIBO2, *(cls() for cls in _UNKNOWN))
 }
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+_RELATIVES = (HELIOS, ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER)
+_ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), *_RELATIVES)
+MODELS = {entry.key: entry for entry in _ENTRIES}
 
 
 def model_and_arguments(

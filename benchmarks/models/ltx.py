@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import LTX2VideoTransformer3DModel, LTXVideoTransformer3DModel
+from diffusers import (
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    SanaWMLTX2RefinerTransformer3DModel,
+)
+from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
 
 from benchmarks import models
 from benchmarks.models.published import Given, Published, VideoSize
@@ -138,4 +143,53 @@ class LTX2WithoutGuidance(LTX2WithGuidance):
     batch = 1
 
 
+class SanaWMRefiner(Published):
+    """The refiner of SANA-WM: three frames of latents after as many as it attends to."""
+
+    key, name = "sana_wm_refiner", "SANA-WM's refiner, 4 blocks"
+    tiny_name = "tiny refiner of SANA-WM"
+    cls = SanaWMLTX2RefinerTransformer3DModel
+    config = {"num_layers": 4, "rope_type": "split"}
+    published_blocks = {"transformer_blocks": 48}
+    text_tokens = 1024
+    frame_rate = 16.0
+    sink_frames, history_frames = 1, 10
+    sizes, tiny_sizes = (LTXSize(17, 704, 1280),), (LTXSize(9, 64, 96),)
+    small = {"size": LTXSize(1, 256, 256), "text_tokens": 64}
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As SanaWMLTX2RefinerPipeline passes them."""
+        config, size, device = model.config, given.size, given.device
+        frames, height, width = size.latent
+        features = config.num_attention_heads * config.attention_head_dim
+
+        def rotation(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+            positions = list(range(first, first + count))
+            return model.build_rotary_emb_for_absolute_positions(
+                1, positions, height, width, device, self.frame_rate
+            )
+
+        cache = SanaWMRefinerKVCache(len(model.transformer_blocks))
+        cache.sink_pe = rotation(0, self.sink_frames)
+        for layer in cache.layer_caches:
+            for store, count in (
+                (layer.store_sink, self.sink_frames),
+                (layer.store_history, self.history_frames),
+            ):
+                shape = (1, count * height * width, features)
+                store(given.normal(*shape), given.normal(*shape))
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.caption_channels),
+            "timestep": given.timesteps(size.tokens)[None],
+            "video_rotary_emb": rotation(self.sink_frames + self.history_frames, frames),
+            "encoder_attention_mask": torch.ones(
+                1, given.text_tokens, device=device, dtype=torch.int64
+            ),
+            "kv_cache": cache,
+            "kv_cache_mode": "inject",
+        }
+
+
 LTX_VIDEO, LTX2, LTX2_DISTILLED = LTXVideo(), LTX2WithGuidance(), LTX2WithoutGuidance()
+SANA_WM_REFINER = SanaWMRefiner()
