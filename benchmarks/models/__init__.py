@@ -80,7 +80,10 @@ DEFAULT_MODES = ("eager", REGIONAL, "injected")
 WEIGHTS = {"random": 1.0, "peaked": 3.0}
 OUTLIERS = "outliers"  # peaked, and with outlier channels (outliers.py), for models that it knows
 ALL_WEIGHTS = {**WEIGHTS, OUTLIERS: WEIGHTS["peaked"]}
-QUERY_AND_KEY_NORMS = tuple(f"norm_{name}" for name in ("q", "k", "added_q", "added_k"))
+QUERY_AND_KEY_NORMS = (
+    *(f"norm_{name}" for name in ("q", "k", "added_q", "added_k")),
+    *("query_norm", "key_norm"),  # Kandinsky's
+)
 ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
 

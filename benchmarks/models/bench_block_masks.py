@@ -1,10 +1,11 @@
 """Models whose attention has a mask by blocks: eager, compiled block by block, and injected.
 
-Kandinsky 5 chooses key blocks of 64 for each head and block of queries (NABLA), and passes a ``BlockMask`` to
-FlexAttention, which is compiled in all modes. SkyReels-V2 with diffusion forcing attends to earlier frames.
-All modes share one set of weights and take turns. With random weights NABLA's estimates are nearly equal, so
-its threshold leaves out the share of blocks that ``P`` says. The result has the share that was attended to.
-Models have a few of their blocks, at published widths and sizes. Writes to benchmarks/results/block_masks:
+Kandinsky 5 and the super-resolution of Kandinsky 6 choose key blocks of 64 for each head and block of queries
+(NABLA), and pass a ``BlockMask`` to FlexAttention, which is compiled in all modes. SkyReels-V2 with diffusion
+forcing attends to earlier frames. All modes share one set of weights and take turns. With random weights
+NABLA's estimates are nearly equal, so its threshold leaves out the share of blocks that it says. The result
+has the share that was attended to. Models have a few of their blocks, at published widths and sizes. Writes
+to benchmarks/results/block_masks:
 
     python benchmarks/models/bench_block_masks.py
     python benchmarks/models/bench_block_masks.py --models skyreels --output /tmp/block_masks.json
@@ -28,7 +29,6 @@ import click
 import torch
 from diffusers.models import transformers
 from diffusers.models.attention_dispatch import attention_backend
-from diffusers.pipelines.kandinsky5.pipeline_kandinsky import Kandinsky5T2VPipeline
 from tabulate import tabulate
 from torch.nn.attention import flex_attention
 
@@ -36,29 +36,26 @@ from benchmarks import models
 from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.bench_in_part import DTYPE, RUNS, WARM_UP_ROUNDS, measure_each
+from benchmarks.models.kandinsky import KANDINSKY6_SR, LITE, PRO, Kandinsky5
 from benchmarks.models.published import Given, Published, PublishedVideo, VideoSize
 
 PEERS, OURS = ("eager", models.REGIONAL), ("injected", f"injected+{models.REGIONAL}")
 
 
-class Nabla(PublishedVideo):
+NABLA = {
+    "attention_type": "nabla",
+    "attention_P": 0.15,
+    "attention_wT": 11,
+    "attention_wW": 3,
+    "attention_wH": 3,
+}
+
+
+class Nabla(Kandinsky5):
     """Kandinsky 5 Lite for 10 seconds."""
 
-    key, name, tiny_name = "kandinsky5_lite", "Kandinsky 5 Lite, 10 s, 4 blocks", "tiny Kandinsky 5"
-    cls = transformers.Kandinsky5Transformer3DModel
-    config = {
-        "in_visual_dim": 16,
-        "out_visual_dim": 16,
-        "model_dim": 1792,
-        "ff_dim": 7168,
-        "num_visual_blocks": 4,
-        "visual_cond": True,
-        "attention_type": "nabla",
-        "attention_P": 0.15,
-        "attention_wT": 11,
-        "attention_wW": 3,
-        "attention_wH": 3,
-    }
+    key, name = "kandinsky5_lite", "Kandinsky 5 Lite, 10 s, 4 blocks"
+    config = {**LITE, **NABLA}
     tiny_config = {
         "in_visual_dim": 4,
         "in_text_dim": 64,
@@ -68,51 +65,19 @@ class Nabla(PublishedVideo):
         "ff_dim": 96,
         "num_visual_blocks": 2,
         "num_text_blocks": 1,
-        "attention_type": "nabla",
+        **NABLA,
         "attention_P": 0.1,
         "attention_wT": 3,
-        "attention_wW": 3,
-        "attention_wH": 3,
     }
-    text_tokens = 256
     sizes = (VideoSize(241, 512, 768),)
     tiny_sizes = (VideoSize(9, 128, 256),)
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, device = model.config, given.device
-        frames, height, width = given.size.unpacked
-        channels = config.in_visual_dim * 2 + 1 if config.visual_cond else config.in_visual_dim
-        video = given.normal(1, frames, height, width, channels)
-        spaces = (frames, height // 2, width // 2)
-        tiles = (frames, spaces[1] // 8, spaces[2] // 8)
-        windows = (config.attention_wT, config.attention_wH, config.attention_wW)
-        near = Kandinsky5T2VPipeline.fast_sta_nabla(*tiles, *windows, device=device)
-        return {
-            "hidden_states": video,
-            "encoder_hidden_states": given.normal(1, given.text_tokens, config.in_text_dim),
-            "pooled_projections": given.normal(1, config.in_text_dim2),
-            "timestep": given.timesteps().to(given.dtype),
-            "visual_rope_pos": [torch.arange(count, device=device) for count in spaces],
-            "text_rope_pos": torch.arange(given.text_tokens, device=device),
-            "sparse_params": {
-                "sta_mask": near[None, None],
-                "to_fractal": True,
-                "P": config.attention_P,
-            },
-        }
 
 
 class NablaPro(Nabla):
     """Kandinsky 5 Pro."""
 
     key, name = "kandinsky5_pro", "Kandinsky 5 Pro, 5 s, 2 blocks"
-    config = {
-        **Nabla.config,
-        "model_dim": 4096,
-        "ff_dim": 16384,
-        "axes_dims": (32, 48, 48),
-        "num_visual_blocks": 2,
-    }
+    config = {**PRO, **NABLA}
     sizes = (VideoSize(121, 768, 1280),)
 
 
@@ -156,7 +121,7 @@ class SkyReels(PublishedVideo):
         return arguments
 
 
-MODELS = {entry.key: entry for entry in (Nabla(), NablaPro(), SkyReels())}
+MODELS = {entry.key: entry for entry in (Nabla(), NablaPro(), KANDINSKY6_SR, SkyReels())}
 
 
 @contextlib.contextmanager
@@ -191,7 +156,7 @@ def measure(
     model = entry.transformer(device, DTYPE, is_tiny)
     size, *_ = entry.tiny_sizes if is_tiny else entry.sizes
     arguments = entry.inputs(model, size, device, DTYPE)
-    has_lists = isinstance(entry, Nabla)
+    has_lists = not isinstance(entry, SkyReels)
     twins = {
         mode: models.twin(model)
         for mode in (*PEERS, *OURS)

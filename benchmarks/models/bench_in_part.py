@@ -48,6 +48,7 @@ from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.ltx import SANA_WM_REFINER
+from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -200,6 +201,9 @@ _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Ka
 _RELATIVES = (HELIOS, ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER)
 _ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), *_RELATIVES)
 MODELS = {entry.key: entry for entry in _ENTRIES}
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX)
+_KNOWN = (AURAFLOW, ALLEGRO, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6)
+MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(
