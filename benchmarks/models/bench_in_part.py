@@ -46,6 +46,7 @@ from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, nam
 from benchmarks.harness import record, timing
 from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.bria import BRIA, FIBO, FIBO2
+from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
@@ -204,6 +205,8 @@ MODELS = {entry.key: entry for entry in _ENTRIES}
 _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX)
 _KNOWN = (AURAFLOW, ALLEGRO, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6)
 MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
+_OWN_FILES = (AURAFLOW, ALLEGRO, COGVIEW3, GLM_IMAGE, EASYANIMATE)
+MODELS = {entry.key: entry for entry in (*_OWN_FILES, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(
