@@ -50,6 +50,7 @@ from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
+from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -207,6 +208,9 @@ _KNOWN = (AURAFLOW, ALLEGRO, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6)
 MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 _OWN_FILES = (AURAFLOW, ALLEGRO, COGVIEW3, GLM_IMAGE, EASYANIMATE)
 MODELS = {entry.key: entry for entry in (*_OWN_FILES, *(cls() for cls in _UNKNOWN))}
+_KNOWN = (AURAFLOW, ALLEGRO, HUNYUAN_DIT, LATTE)
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(
