@@ -69,7 +69,7 @@ MODES = (
     *("injected", NO_ATTENTION, GRAPHS, "injected+compiled", f"injected+{REGIONAL}"),
     *(INT8_ATTENTION, *FP8_MODES),
 )
-SELF_ATTENTION = ("attn", "attn1", "attention")  # names of modules
+SELF_ATTENTION = ("attn", "attn1", "attention", "self_attention")  # names of modules
 # diffusers' backends of FlashAttention-3. The first takes no mask. The second gathers the keys that a mask
 # leaves, which cannot be compiled as a full graph.
 FLASH_3, FLASH_3_VARLEN = "_flash_3", "_flash_3_varlen_hub"
@@ -82,7 +82,7 @@ OUTLIERS = "outliers"  # peaked, and with outlier channels (outliers.py), for mo
 ALL_WEIGHTS = {**WEIGHTS, OUTLIERS: WEIGHTS["peaked"]}
 QUERY_AND_KEY_NORMS = (
     *(f"norm_{name}" for name in ("q", "k", "added_q", "added_k")),
-    *("query_norm", "key_norm"),  # Kandinsky's
+    *("query_norm", "key_norm", "attn_q_norm", "attn_k_norm"),  # Kandinsky's and JoyImage's
 )
 ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")

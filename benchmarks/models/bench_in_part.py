@@ -51,6 +51,10 @@ from benchmarks.models.images import AURAFLOW
 from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
+from benchmarks.models.ideogram4 import IDEOGRAM4
+from benchmarks.models.images import AURAFLOW
+from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
+from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -95,7 +99,13 @@ class OvisImage(PackedImage):
 class ErnieImage(PublishedImage):
     key, name = "ernie_image", "ERNIE-Image, 4 blocks"
     cls = transformers.ErnieImageTransformer2DModel
-    config = {"num_layers": 4}
+    config = {
+        "num_layers": 4,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 12288,
+        "text_in_dim": 3072,
+    }
     text_tokens = 128
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
@@ -211,6 +221,8 @@ MODELS = {entry.key: entry for entry in (*_OWN_FILES, *(cls() for cls in _UNKNOW
 _KNOWN = (AURAFLOW, ALLEGRO, HUNYUAN_DIT, LATTE)
 _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
 MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
+_OTHERS = (AURAFLOW, ALLEGRO, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN)
+MODELS = {entry.key: entry for entry in (*_OTHERS, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(
