@@ -55,6 +55,10 @@ from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.omnigen import OMNIGEN
+from benchmarks.models.cosmos3 import COSMOS3
+from benchmarks.models.images import AURAFLOW
+from benchmarks.models.motif_video import MOTIF_VIDEO
+from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -223,6 +227,8 @@ _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Ka
 MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 _OTHERS = (AURAFLOW, ALLEGRO, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN)
 MODELS = {entry.key: entry for entry in (*_OTHERS, *(cls() for cls in _UNKNOWN))}
+_KNOWN = (AURAFLOW, ALLEGRO, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE)
+MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(
