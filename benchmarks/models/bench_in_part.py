@@ -43,22 +43,18 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
-from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, TINY, names_option
 from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
-from benchmarks.models.images import AURAFLOW
-from benchmarks.models.ltx import SANA_WM_REFINER
-from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
-from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
+from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
-from benchmarks.models.omnigen import OMNIGEN
-from benchmarks.models.cosmos3 import COSMOS3
-from benchmarks.models.images import AURAFLOW
+from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
+from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
+from benchmarks.models.omnigen import OMNIGEN
+from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -208,27 +204,13 @@ class Kandinsky5(PublishedImage):
         }
 
 
-_UNKNOWN = (LongCatImage, OvisImage, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-MODELS = {
-    entry.key: entry
-    for entry in (AURAFLOW, ALLEGRO, BRIA, FIBO, FIBO2, *(cls() for cls in _UNKNOWN))
-}
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-_RELATIVES = (HELIOS, ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER)
-_ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), *_RELATIVES)
-MODELS = {entry.key: entry for entry in _ENTRIES}
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX)
-_KNOWN = (AURAFLOW, ALLEGRO, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6)
-MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
-_OWN_FILES = (AURAFLOW, ALLEGRO, COGVIEW3, GLM_IMAGE, EASYANIMATE)
-MODELS = {entry.key: entry for entry in (*_OWN_FILES, *(cls() for cls in _UNKNOWN))}
-_KNOWN = (AURAFLOW, ALLEGRO, HUNYUAN_DIT, LATTE)
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
-_OTHERS = (AURAFLOW, ALLEGRO, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN)
-MODELS = {entry.key: entry for entry in (*_OTHERS, *(cls() for cls in _UNKNOWN))}
-_KNOWN = (AURAFLOW, ALLEGRO, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE)
-MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
+_UNKNOWN = (LongCatImage, OvisImage, ErnieImage, PixArt, CogView4, PRX)
+_KNOWN = (
+    *(AURAFLOW, ALLEGRO, BRIA, FIBO, FIBO2, HELIOS, ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER),
+    *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6, COGVIEW3, GLM_IMAGE, EASYANIMATE, HUNYUAN_DIT),
+    *(LATTE, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
+)
+MODELS = {entry.key: entry for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN)}
 
 
 def model_and_arguments(
