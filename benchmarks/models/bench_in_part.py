@@ -55,6 +55,9 @@ from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
+from benchmarks.models.in_part_images import IMAGES
+from benchmarks.models.in_part_sequences import SEQUENCES
+from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -211,6 +214,14 @@ _KNOWN = (
     *(LATTE, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
 )
 MODELS = {entry.key: entry for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN)}
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+MODELS = {
+    entry.key: entry
+    for entry in (
+        *(AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN)),
+        *(*IMAGES, *SEQUENCES, *UNETS),
+    )
+}
 
 
 def model_and_arguments(

@@ -128,6 +128,7 @@ class Published:
         text_tokens: of a forward at a published size.
         sizes, tiny_sizes: published sizes, and the tiny model's.
         small: arguments of `inputs` that bench_host_forward.py gives it.
+        takes_return_dict: whether a forward does.
         thousandfold: names of inputs that the model multiplies by 1000 in its own dtype.
         timestep: the default timestep of `inputs`.
     """
@@ -145,6 +146,7 @@ class Published:
     sizes: tuple[Any, ...]
     tiny_sizes: tuple[Any, ...]
     small: Mapping[str, Any]
+    takes_return_dict = True
     thousandfold: tuple[str, ...] = ()
     timestep: float = 800.0
 
@@ -197,7 +199,8 @@ class Published:
             self.text_tokens if text_tokens is None else text_tokens,
             models.normal(device, dtype, seed),
         )
-        return {**self.arguments(model, given), "return_dict": False}
+        more = {"return_dict": False} if self.takes_return_dict else {}
+        return {**self.arguments(model, given), **more}
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """Those of `inputs`, except return_dict."""
