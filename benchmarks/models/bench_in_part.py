@@ -48,6 +48,9 @@ from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
+from benchmarks.models.in_part_images import IMAGES
+from benchmarks.models.in_part_sequences import SEQUENCES
+from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import SANA_WM_REFINER
@@ -55,9 +58,6 @@ from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
-from benchmarks.models.in_part_images import IMAGES
-from benchmarks.models.in_part_sequences import SEQUENCES
-from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
@@ -213,14 +213,9 @@ _KNOWN = (
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6, COGVIEW3, GLM_IMAGE, EASYANIMATE, HUNYUAN_DIT),
     *(LATTE, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
 )
-MODELS = {entry.key: entry for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN)}
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
 MODELS = {
     entry.key: entry
-    for entry in (
-        *(AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN)),
-        *(*IMAGES, *SEQUENCES, *UNETS),
-    )
+    for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)
 }
 
 
