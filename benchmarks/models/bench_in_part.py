@@ -12,13 +12,13 @@ where a run may have some of the models:
     python benchmarks/models/bench_in_part.py --models pixart,prx --modes compiled,injected
     python benchmarks/models/bench_in_part.py --device cpu --tiny --output /tmp/in_part.json
 
-Compilation takes most of the time, and one processor. Several processes may fill Inductor's cache before;
+Compilation takes most of the time, of UNets minutes. Several processes may fill Inductor's cache before;
 what they tuned while they shared the GPU is deleted:
 
-    python benchmarks/models/bench_in_part.py --list | TORCHINDUCTOR_COMPILE_THREADS=2 xargs -P 8 -I {} \
-        timeout 300 python benchmarks/models/bench_in_part.py --models {} --modes compiled,injected+compiled \
-        --rounds 1 --output /tmp/in_part/{}.json
-    find /tmp/torchinductor_$USER -name "*.best_config" -delete
+    export TORCHINDUCTOR_COMPILE_THREADS=2 SCRIPT=benchmarks/models/bench_in_part.py
+    python $SCRIPT --list |
+    xargs -P 8 -I {} timeout 300 python $SCRIPT --models {} --rounds 1 --output /tmp/in_part/{}.json
+    find /tmp/torchinductor_* -name "*.best_config" -delete
 """
 
 from __future__ import annotations
