@@ -211,14 +211,6 @@ add(
         "decoder_input_tokens": normal(2, 6, 8), "decoder_noise_time": HALF,
     },
 )
-add("BriaTransformer2DModel", _FLUX, joint, exact=_POSITIONS)
-add(
-    "BriaFiboTransformer2DModel", {**_FLUX, "text_encoder_dim": 12},
-    lambda: joint(
-        encoder_hidden_states=text(5), text_encoder_layers=[text(5, 12) for _ in range(4)]
-    ),
-    exact=_POSITIONS,
-)
 add(
     "BriaFibo2Transformer2DModel",
     {
@@ -382,7 +374,6 @@ add(
         "latent_cond": normal(2, 8, 6),
     },
 )
-add("OvisImageTransformer2DModel", {**_FLUX, "out_channels": 8}, joint, exact=_POSITIONS)
 add(
     "MiniMaxMusic3Transformer1DModel",
     {

@@ -56,6 +56,9 @@ WHOLE = {
     m.flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     m.krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
     m.chroma: (8.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
+    m.ovis_image: (7.3, {"num_layers": 6, "num_single_layers": 27}, (24, 128), (4096,)),
+    m.bria: (3.8, {"num_layers": 8, "num_single_layers": 28}, (24, 96), (4096,)),
+    m.bria_fibo: (8.3, {"num_layers": 8, "num_single_layers": 38}, (24, 128), (4096,)),
     m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
     m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
     m.qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
@@ -154,6 +157,9 @@ SCORES = {
     m.flux3: (IMAGE, 6, 0.15),
     m.krea2: (IMAGE, 6, 0.15),
     m.chroma: (IMAGE, 4, 0.35),
+    m.ovis_image: (IMAGE, 4, 0.2),
+    m.bria: (IMAGE, 4, 0.2),
+    m.bria_fibo: (IMAGE, 4, 0.2),
     m.lumina2: (IMAGE, 6, 0.15),
     m.mochi: (MochiSize(12, 192, 192), 4, 0.15),
     m.qwenimage21: (IMAGE, 2, 0.1),
@@ -281,8 +287,9 @@ def test_blocks_are_compiled_and_nothing_else(published, monkeypatch):
     blocks = [block for stack in models.block_lists(model) for block in stack]
     if published in (m.sdxl, m.sdxl_channels_last):  # its stacks contain more than transformers
         blocks = [b for b in model.modules() if type(b).__name__ == "BasicTransformerBlock"]
-    # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks.
-    if published in (m.hunyuan_video, m.hunyuan_video15, m.flux3, m.minimax_h3):
+    # diffusers also names the embedding of patches and text; FLUX.3 has a dict of stacks, FIBO a list of
+    # projections.
+    if published in (m.hunyuan_video, m.hunyuan_video15, m.flux3, m.minimax_h3, m.bria_fibo):
         blocks = [b for b in model.modules() if type(b).__name__ in model._repeated_blocks]
     assert [block for block, _ in compiled] == blocks and len(blocks) >= 2
     assert all(given["fullgraph"] and given["dynamic"] is False for _, given in compiled)

@@ -725,20 +725,25 @@ def test_the_mask_of_a_padded_text(kernel, device, mask):
     assert torch.equal(out, run(model, arguments))
 
 
-def test_residuals_of_a_controlnet(kernel, device):
-    """What is added to a block's results keeps it from sharing a pass with the next."""
-    model, plain, arguments = prepared(FLUX, device)
+@pytest.mark.parametrize("name", ["flux", "bria"])
+def test_residuals_of_a_controlnet(kernel, device, name):
+    """What is added to a block's results keeps it from sharing a pass with the next. Bria adds those of its
+    single blocks in place, to fewer tokens."""
+    model, plain, arguments = prepared(FAMILIES[name], device)
     kernel.inject_kernels(model)
     whole, without = kernel_calls(run, model, arguments), run(plain, arguments)
-    shape = (*arguments["hidden_states"].shape[:2], plain.inner_dim)
-    for name in ("controlnet_block_samples", "controlnet_single_block_samples"):
-        arguments[name] = [torch.randn(shape, device=device)]
+    samples = torch.randn(*arguments["hidden_states"].shape[:2], plain.inner_dim, device=device)
+    if name == "bria":
+        samples = samples[:, arguments["encoder_hidden_states"].shape[1] :]
+    else:
+        arguments["controlnet_block_samples"] = [samples]
+    arguments["controlnet_single_block_samples"] = [samples]
     expected = run(plain, arguments)
     assert (expected - without).norm() > 0.01 * without.norm()
     assert_close(run(model, arguments), expected)
     calls = kernel_calls(run, model, arguments)
-    for name in ("qk_norm_rope", "qk_norm_rope_out", "gelu"):
-        assert calls[name] == whole[name]
+    for operation in ("qk_norm_rope", "qk_norm_rope_out", "gelu"):
+        assert calls[operation] == whole[operation]
     assert not any(entry.fell_back for entry in kernel.inject_kernels(model).calls)
 
 

@@ -10,9 +10,10 @@ import click
 import torch
 
 from benchmarks import models
+from benchmarks.models.bria import BRIA, FIBO
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
-from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, Z_IMAGE
+from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, OVIS_IMAGE, Z_IMAGE
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
@@ -23,7 +24,7 @@ from benchmarks.models.wan import WAN, WAN_SMALL
 PUBLISHED: tuple[Published, ...] = (
     *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, AURAFLOW, ALLEGRO),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
-    *(CHROMA, LUMINA2, MOCHI),
+    *(CHROMA, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
 )

@@ -47,6 +47,9 @@ from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
+from benchmarks.harness import record, timing
+from benchmarks.harness.options import DEVICE, TINY, names_option
+from benchmarks.models.bria import FIBO2
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
@@ -91,12 +94,6 @@ class LongCatImage(PackedImage):
     key, name = "longcat_image", "LongCat-Image, 2 + 4 blocks"
     cls = transformers.LongCatImageTransformer2DModel
     text_tokens = 512
-
-
-class OvisImage(PackedImage):
-    key, name = "ovis_image", "Ovis-Image, 2 + 4 blocks"
-    cls = transformers.OvisImageTransformer2DModel
-    text_tokens = 256
 
 
 class ErnieImage(PublishedImage):
@@ -217,6 +214,8 @@ MODELS = {
     entry.key: entry
     for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)
 }
+_UNKNOWN = (LongCatImage, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
+MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, FIBO2, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(

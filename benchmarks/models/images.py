@@ -1,4 +1,4 @@
-"""AuraFlow v0.3, Cosmos-Predict2, Lumina Image 2.0 and Z-Image at their published sizes.
+"""AuraFlow v0.3, Cosmos-Predict2, Lumina Image 2.0, Ovis-Image and Z-Image at their published sizes.
 
 Cosmos-Predict2 has all of its blocks.
 """
@@ -12,9 +12,11 @@ from diffusers import (
     AuraFlowTransformer2DModel,
     CosmosTransformer3DModel,
     Lumina2Transformer2DModel,
+    OvisImageTransformer2DModel,
     ZImageTransformer2DModel,
 )
 
+from benchmarks import models
 from benchmarks.models.published import Given, ImageSize, PublishedImage
 
 
@@ -93,6 +95,31 @@ class Lumina2(PublishedImage):
         }
 
 
+class OvisImage(PublishedImage):
+    """Ovis-Image 7B. Guidance is a forward of its own."""
+
+    key, name, tiny_name = "ovis_image", "Ovis-Image, 2 + 9 blocks", "tiny Ovis-Image"
+    cls = OvisImageTransformer2DModel
+    config = {"num_layers": 2, "num_single_layers": 9}
+    published_blocks = {"transformer_blocks": 6, "single_transformer_blocks": 27}
+    text_tokens = 256  # padded without a mask
+    thousandfold = ("timestep",)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As OvisImagePipeline passes them: packed latents, positions of the text on its diagonal."""
+        config, size, device, dtype = model.config, given.size, given.device, given.dtype
+        txt_ids = torch.arange(given.text_tokens, device=device).unsqueeze(1).repeat(1, 3)
+        txt_ids[:, 0] = 0
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "timestep": given.timesteps().to(dtype) / 1000,
+            "img_ids": models.positions(device, 1, *size.latent).to(dtype),
+            "txt_ids": txt_ids.to(dtype),
+            "joint_attention_kwargs": None,
+        }
+
+
 class ZImage(PublishedImage):
     """Z-Image-Turbo 6B. It is distilled. There are two refiners each of the image and of the text."""
 
@@ -114,4 +141,5 @@ class ZImage(PublishedImage):
         }
 
 
-AURAFLOW, COSMOS, LUMINA2, Z_IMAGE = AuraFlow(), Cosmos(), Lumina2(), ZImage()
+AURAFLOW, COSMOS, LUMINA2 = AuraFlow(), Cosmos(), Lumina2()
+OVIS_IMAGE, Z_IMAGE = OvisImage(), ZImage()

@@ -75,6 +75,7 @@ def double_block(
     tokens: tuple[Tensor, Tensor],
     conditions: tuple[Any, ...],
     names: Any = FEED_FORWARDS,
+    hands_over: bool = True,
     clips: bool = True,
     **attention_arguments: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +89,7 @@ def double_block(
         stream.add(out, stream.rows[2])
     add_feed_forwards(block, *streams, names=names)
     is_exact = not clips or tokens[0].dtype != torch.float16
-    x, c = end(*streams, hands_over=is_exact and len(outs) == 2)
+    x, c = end(*streams, hands_over=hands_over and is_exact and len(outs) == 2)
     for out in outs[2:]:
         x = x + out
     return x, clip_to_float16(c) if clips else c
@@ -101,16 +102,18 @@ def single_block(
     tokens: tuple[Tensor, ...],
     conditions: tuple[Any, ...],
     attend: Any,
+    mlp_of: Any = linear_and_gelu,
     hands_over: bool = True,
     clips: bool = True,
 ) -> Any:
-    """The tokens after a single block. ``attend(n)`` calls its attention. ``clips``: whether the model clips
-    them to float16's range."""
+    """The tokens after a single block. ``attend(n)`` calls its attention. ``mlp_of`` computes the
+    feed-forward's part of the input of ``proj_out``. ``clips``: whether the model clips them to float16's
+    range."""
     (stream,) = start(call, block, first_norms, tokens, conditions)
     modules = block._modules
     proj_out = modules["proj_out"]
     feed_forward = (modules["proj_mlp"], modules["act_mlp"], stream.n, proj_out)
-    with Meanwhile(call, partial(linear_and_gelu, *feed_forward)) as mlp:
+    with Meanwhile(call, partial(mlp_of, *feed_forward)) as mlp:
         attended = attend(stream.n)
     out = linear_of_concat(call, proj_out, attended, mlp.result)
     stream.add(out, stream.rows[2])
@@ -129,7 +132,7 @@ def single_block(
 # FLUX.1's blocks, of which other models have copies
 
 
-def _block_forward(
+def double_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -138,20 +141,37 @@ def _block_forward(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
     *,
-    is_double: bool,
+    hands_over: bool = True,
 ) -> tuple[Tensor, Tensor]:
     x, c = hidden_states, encoder_hidden_states
     if not call.takes(x, c, temb):
         return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    if is_double:
-        return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **more)[::-1]
+    arguments = (call, self, DOUBLE_NORMS, (x, c), (temb,))
+    return double_block(*arguments, hands_over=hands_over, **more)[::-1]
+
+
+def single_forward(
+    self: Any,
+    call: Call,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Any = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+    *,
+    mlp_of: Any = linear_and_gelu,
+) -> tuple[Tensor, Tensor]:
+    x, c = hidden_states, encoder_hidden_states
+    if not call.takes(x, c, temb):
+        return NotImplemented
+    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
 
     def attend(n: Any) -> Tensor:
         return self._modules["attn"](hidden_states=n, **more)
 
-    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend)
+    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend, mlp_of)
 
 
-double_spec = partial(BlockSpec, forward=partial(_block_forward, is_double=True))
-single_spec = partial(BlockSpec, forward=partial(_block_forward, is_double=False))
+double_spec = partial(BlockSpec, forward=double_forward)
+single_spec = partial(BlockSpec, forward=single_forward)

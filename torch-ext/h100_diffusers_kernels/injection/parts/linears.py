@@ -567,6 +567,25 @@ def linear_and_gelu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
     return linear_gelu(layer, activation, approximate, x)
 
 
+def linear_and_swiglu(layer: Any, activation: Any, x: Any, into: Any) -> Any:
+    """``first * activation(second)`` of the halves of ``layer(x)``, in one operation for a plain
+    ``torch.nn.SiLU``. Parameters and result as those of ``linear_and_gelu``."""
+    both = linear(layer, x)
+    if not (
+        why_not_silu(activation) is None
+        and both.shape[-1] % 2 == 0
+        and kernels_take(both)
+        and not is_differentiated(both)
+    ):
+        first, second = both.chunk(2, dim=-1)
+        return activation(second) * first
+    columns = fp8_columns(into, both, both.shape[-1] // 2)
+    if columns is None:
+        return operations.swiglu(both)
+    operations.swiglu_fp8(both, block_size=FP8_BLOCK, out=columns.last())
+    return columns
+
+
 def _gelu_forward(self: Any, call: Call, hidden_states: Tensor) -> Tensor:
     if "gelu" in self.__dict__:
         return call.decline("gelu was replaced")
