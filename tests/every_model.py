@@ -283,21 +283,6 @@ add(
     },
 )
 add(
-    "HeliosTransformer3DModel",
-    {
-        **_HEADS, **_IN_OUT, "text_dim": _TEXT, "freq_dim": 16, "ffn_dim": 96, "num_layers": 2,
-        "rope_dim": (24, 20, 20),
-    },
-    lambda: denoising(
-        video(size=8), indices_hidden_states=torch.arange(7, 9).expand(2, 2),
-        indices_latents_history_short=torch.arange(6, 7).expand(2, 1),
-        indices_latents_history_mid=torch.arange(4, 6).expand(2, 2),
-        indices_latents_history_long=torch.arange(4).expand(2, 4),
-        latents_history_short=video(frames=1, size=8), latents_history_mid=video(size=8),
-        latents_history_long=video(frames=4, size=8),
-    ),
-)
-add(
     "HiDreamImageTransformer2DModel",
     {
         **_HEADS, **_IN_OUT, "patch_size": 2, "num_layers": 2, "num_single_layers": 2,

@@ -47,6 +47,7 @@ INPUTS = {
     "flux2": ({}, {"batch": 1}),
     "qwenimage": ({}, {"mask": "padded"}),
     "wan": ({}, {"batch": 1}),
+    "helios": ({"tokens": 2}, {"tokens": 2, "batch": 1}),
     "minimax_h3": ({"text_length": 7}, {"text_length": 7, "batch": 1}),
     "hunyuan_video": ({}, {"batch": 1}),
     "cogvideox": ({}, {"rotates": False}),
@@ -552,18 +553,12 @@ def test_a_gather_on_cpus_is_not_in_flight(kernel):
 
 
 # ------------------------------------------------------------------------------------------------
-# Models in part and copies
+# Tokens that cannot be split evenly, and copies
 
 
 def helios():
-    import every_model  # of the newest diffusers
-
-    small = every_model.NEW["HeliosTransformer3DModel"]
-    model = small.model("cpu")
-    # diffusers' plan names 40 blocks.
-    ends = tuple(f"blocks.{i}." for i in range(2, 40))
-    model._cp_plan = {k: v for k, v in model._cp_plan.items() if not k.startswith(ends)}
-    return model, small.arguments("cpu", seed=3)
+    family = FAMILIES["helios"]
+    return family.model("cpu"), family.inputs("cpu", seed=3)
 
 
 def chronoedit():

@@ -13,6 +13,7 @@ blocks of VACE's control branch begin and end with a linear layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,21 +36,22 @@ _TEXT_TOKENS = 512
 
 
 def _by_token(temb: Tensor) -> Tensor:
-    """(B, 6, D) or (B, S, 6, D) to (B, 1 or S, 6, D) in float32."""
-    return temb.float().unsqueeze(1) if temb.dim() == 3 else temb.float()
+    """(B, 6, D) or (B, S, 6, D) to (B, 1 or S, 6, D)."""
+    return temb.unsqueeze(1) if temb.dim() == 3 else temb
 
 
 def _by_token_last(temb: Tensor) -> Tensor:
-    """(B, 6, D) or (B, 6, S, D) to (B, 1 or S, 6, D) in float32."""
+    """(B, 6, D) or (B, 6, S, D) to (B, 1 or S, 6, D)."""
     return _by_token(temb if temb.dim() == 3 else temb.transpose(1, 2))
 
 
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
 _READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
-_BY_TOKEN = (partial(table_norm, by_row=_by_token, readers=_READERS),)
-_BY_TOKEN_LAST = (partial(table_norm, by_row=_by_token_last, readers=_READERS),)
-_QUERY_READER = partial(linears.fp8_readers, "attn2", linears.QUERY_KEY_VALUE[:1])
-_FFN_READER = partial(linears.feed_forward_reader, "ffn")
+_first_norm = partial(table_norm, in_float32=True, readers=_READERS)
+BY_TOKEN = (partial(_first_norm, by_row=_by_token),)
+_BY_TOKEN_LAST = (partial(_first_norm, by_row=_by_token_last),)
+QUERY_READER = partial(linears.fp8_readers, "attn2", linears.QUERY_KEY_VALUE[:1])
+FFN_READER = partial(linears.feed_forward_reader, "ffn")
 
 
 def _block_forward(
@@ -61,7 +63,7 @@ def _block_forward(
     rotary_emb: Any,
     attention_mask: Any = None,
     *,
-    first_norms: FirstNorms = _BY_TOKEN,
+    first_norms: FirstNorms = BY_TOKEN,
 ) -> Tensor:
     # Some models transpose their convolution's result without a copy.
     x, c = hidden_states.contiguous(), encoder_hidden_states
@@ -75,8 +77,8 @@ def _block_forward(
 def _add_branches(modules: Any, s: Stream, c: Tensor, mask: Any, rotary_emb: Any) -> None:
     _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     s.add(modules["attn1"](s.n, None, mask, rotary_emb), gate)
-    s.add(modules["attn2"](s.norm("norm2", readers=_QUERY_READER), c, None, None))
-    n = s.norm("norm3", scale_mlp, shift_mlp, readers=_FFN_READER)
+    s.add(modules["attn2"](s.norm("norm2", readers=QUERY_READER), c, None, None))
+    n = s.norm("norm3", scale_mlp, shift_mlp, readers=FFN_READER)
     s.add(linears.feed_forward_branch(modules["ffn"], n), gate_mlp)
 
 
@@ -89,12 +91,18 @@ def _vace_block_forward(
     if self.proj_in is not None:
         control = linears.linear(self.proj_in, control) + hidden_states
     s = Stream(call, self, control.contiguous())
-    s.apply(_BY_TOKEN[0](call, self, None, temb))
+    s.apply(BY_TOKEN[0](call, self, None, temb))
     _add_branches(self._modules, s, c, None, rotary_emb)
     return None if self.proj_out is None else linears.linear(self.proj_out, s.x), s.x
 
 
-def _attention_forward(
+def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tables (1, S, 1, d) per element to tables (1, S, 1, d / 2) per pair, which the model reads."""
+    cos, sin = rope
+    return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
+
+
+def attention_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -103,19 +111,23 @@ def _attention_forward(
     rotary_emb: Any = None,
     *,
     context_is_parallel: bool = False,
+    tables_of: Callable[[Any], tuple[Tensor, Tensor]] = _pair_tables,
+    has_image: bool = True,
     **kwargs,
 ) -> Tensor:
+    """``tables_of``: converts the rotary embedding to tables per pair. ``has_image``: whether a context may
+    begin with an image."""
     x, c = hidden_states, encoder_hidden_states
     if kwargs:
         return NotImplemented
     if not call.takes(x, c):
         return NotImplemented
     image_tokens = None
-    if self.add_k_proj is not None and c is not None:
+    if has_image and self.add_k_proj is not None and c is not None:
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
-    tables = None if rotary_emb is None else call.shared("tables", rotary_emb, _pair_tables)
-    rotation, config = (tables, _rotated, "across_heads"), attention.context_parallel_of(call, self)
+    tables = None if rotary_emb is None else call.shared("tables", rotary_emb, tables_of)
+    rotation, config = (tables, rotated, "across_heads"), attention.context_parallel_of(call, self)
     fused: Any = None
     if self.fused_projections:
         fused = call.stand_in.functions[-1].function(self, as_tensor(x), c)
@@ -143,13 +155,7 @@ def _splits_text(call: Call) -> bool:
     return "encoder_hidden_states" in plan.get("blocks.*", ())
 
 
-def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Tables (1, S, 1, d) per element to tables (1, S, 1, d / 2) per pair, which the model reads."""
-    cos, sin = rope
-    return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
-
-
-def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """x (B, S, H * d) rotated by tables per pair, as in the model's processor."""
     cos, sin = tables
     pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
@@ -162,21 +168,21 @@ _PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"
 _block = partial(BlockSpec, parameters=_PARAMETERS, upcasts=Upcasts.TO_NEXT_LINEAR)
 _attention = partial(
     attention.AttentionSpec,
-    forward=_attention_forward,
+    forward=attention_forward,
     operations="qk_norm_rope",
     rotate="",
     project="_get_qkv_projections",
 )
 _ONCE = ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out")
 # With attention in FP8, too, videos were reported to collapse, with feed-forwards alone not.
-_LAYERS = Layers(
+LAYERS = Layers(
     ("blocks", "vace_blocks"), FEED_FORWARD_LAYERS, fast_only=ATTENTION_LAYERS, ends=3, fast_ends=3
 )
 
 
 def _family(name: str, *specs: PatchSpec) -> Family:
     specs = *specs, TIMESTEPS, linears.LINEAR_GELU
-    return Family(name, specs, _ONCE, _LAYERS)
+    return Family(name, specs, _ONCE, LAYERS)
 
 
 def _copy(name: str, module: str, model: str) -> Family:
@@ -210,7 +216,7 @@ FAMILIES = (
         ),
         _attention(
             f"{_SKYREELS}:SkyReelsV2Attention",
-            forward=partial(_attention_forward, context_is_parallel=True),
+            forward=partial(attention_forward, context_is_parallel=True),
         ),
     ),
 )

@@ -457,6 +457,7 @@ def table_norm(
     temb: Tensor,
     by_row: Callable[[Tensor], Tensor] = lambda temb: temb.unflatten(2, (6, -1)),
     scale_first: bool = False,
+    in_float32: bool = False,
     readers: Readers | None = None,
 ) -> Any:
     """The norm ``norm1`` with a modulation that is the block's table ``scale_shift_table``, (N, D) or
@@ -464,8 +465,10 @@ def table_norm(
 
     ``by_row`` converts the embedding to (B, 1 or S, N, D), which the blocks share. Rows are shift, scale and
     N - 2 more, each (B, 1 or S, D), in the dtype of the sum. ``scale_first``: the model's order of these two.
+    ``in_float32``: whether the model adds the embedding in float32.
     """
     table = block.scale_shift_table
+    table = table.float() if in_float32 else table
     if previous_x is not None and table.device != previous_x.device:
         return None
 
