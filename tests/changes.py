@@ -171,6 +171,8 @@ class ForeignBlock(Wrap):
         for name in ("image_rotary_emb", "rotary_emb"):
             if isinstance(given.get(name), torch.Tensor):
                 given[name] = given[name] * 0.5
+            elif isinstance(given.get(name), dict):
+                given[name] = {key: rope * 0.5 for key, rope in given[name].items()}
             elif name in given:
                 first, second = given[name]
                 given[name] = (first * 0.5, second)

@@ -253,13 +253,6 @@ _WAN = {
     "rope_max_seq_len": 32,
 }
 add(
-    "AnyFlowTransformer3DModel", _WAN,
-    lambda: denoising(
-        normal(2, 2, 4, 4, 4), timestep=STEP[:, None].expand(2, 2),
-        r_timestep=STEP[:, None].expand(2, 2) / 2,
-    ),
-)
-add(
     "AnyFlowFARTransformer3DModel", {**_WAN, "chunk_partition": (1, 2), "full_chunk_limit": 2},
     lambda: denoising(
         normal(2, 3, 4, 4, 4), timestep=STEP[:, None].expand(2, 3),

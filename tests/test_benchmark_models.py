@@ -47,6 +47,8 @@ WHOLE = {
     m.wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
     m.wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
     m.helios: (14.3, {"num_layers": 40}, (40, 128), (8640,)),
+    m.anyflow: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
+    m.anyflow_far: (14.3, {"num_layers": 40}, (40, 128), (29640,)),
     m.cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
     m.auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
     m.allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
@@ -127,7 +129,7 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     kept = {name for name, w in model.named_parameters() if w.dtype == torch.float32}
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
     parts = {m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
-    parts |= dict.fromkeys((m.wan, m.wan_small, m.helios), wans)
+    parts |= dict.fromkeys((m.wan, m.wan_small, m.helios, m.anyflow, m.anyflow_far), wans)
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
@@ -150,6 +152,8 @@ SCORES = {
     m.wan: (VIDEO, 2, 0.15),
     m.wan_small: (VIDEO, 2, 0.15),
     m.helios: (VIDEO, 2, 0.15),
+    m.anyflow: (VIDEO, 2, 0.15),
+    m.anyflow_far: (VIDEO, 0, 0),  # its self-attention is FlexAttention
     m.cosmos: (IMAGE, 2, 0.35),
     m.auraflow: (IMAGE, 2, 0.05),
     m.allegro: (VIDEO, 2, 0.1),

@@ -155,6 +155,37 @@ def test_anyflow_far(kernel, device, readings, has_clean):
     assert fallen(report) == reasons
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bfloat16", "float32"])
+def test_anyflow_far_with_a_cache(kernel, device, dtype):
+    """Chunks are written to the cache, and the next one attends to it, and to zeros up to a whole block."""
+    plain = MODELS["AnyFlowFARTransformer3DModel"].model(device, dtype)
+    model = copy.deepcopy(plain)
+    report = kernel.inject_kernels(model)
+    arguments = MODELS["AnyFlowFARTransformer3DModel"].arguments(device, dtype)
+    shapes = {"full_cache": (2, 2, 2, 16, 64), "compressed_cache": (2, 2, 2, 4, 64)}
+    chunks, outs = [(1,), (1, 1), (1, 1, 1)], []
+    for one in (plain, model):
+        cache = [
+            {key: torch.zeros(shape, device=device, dtype=dtype) for key, shape in shapes.items()}
+            for _ in one.blocks
+        ]
+        for i, partition in enumerate(chunks):
+            frames = slice(0, i + 1) if i < len(chunks) - 1 else slice(i, i + 1)
+            given = {
+                key: value[:, frames] if value.shape[1] == 3 else value
+                for key, value in arguments.items()
+                if isinstance(value, torch.Tensor)
+            }
+            flag = {"num_cached_chunks": i, "is_cache_step": i < len(chunks) - 1}
+            given.update(chunk_partition=partition, kv_cache=cache, kv_cache_flag=flag)
+            with torch.no_grad():
+                out = one(**given, return_dict=False)[0]
+        outs.append([out, *[tensor for layer in cache for tensor in layer.values()]])
+    assert not fallen(report) or dtype == torch.float32
+    slack = 0.02 if dtype == BF16 else 1e-5
+    assert all(relative_distance(*both) < slack for both in zip(*outs[::-1], strict=True))
+
+
 def test_a_mask_that_is_not_the_calls(kernel, device):
     """One for another number of tokens goes to FlexAttention, which refuses it."""
     name = "AnyFlowFARTransformer3DModel"

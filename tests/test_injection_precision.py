@@ -33,7 +33,8 @@ pytestmark = pytest.mark.usefixtures("_one_thread", "_small_layers")
 BFLOAT16 = torch.bfloat16
 LTX, FLUX = FAMILIES["ltx"], FAMILIES["flux"]
 # So many that some are neither among the first nor among the last that "fp8" leaves.
-BLOCKS = {"ltx": 5, "ltx2": 5, "wan": 7, "helios": 7, "qwenimage": 5, "qwenimage21": 5}
+WANS = ("wan", "helios", "anyflow")  # with the layers of Wan
+BLOCKS = {"ltx": 5, "ltx2": 5, "qwenimage": 5, "qwenimage21": 5, **dict.fromkeys(WANS, 7)}
 both = pytest.mark.parametrize("precision", ["fp8", "fp8-fast"])
 
 
@@ -83,8 +84,6 @@ def assert_explained(out, eager, plain):
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.*"]
 OF_LUMINA2 = {"attn": ATTENTION, "feed_forward": ["linear_1", "linear_2", "linear_3"]}
-# Families with the layers of Wan.
-WANS = ("wan", "helios")
 OF_WAN = {f"blocks.*.attn{i}.{name}" for i in "12" for name in ATTENTION}
 # The layers that "fp8-fast" adds to those of "fp8", by family.
 ADDED = {
@@ -93,7 +92,7 @@ ADDED = {
     "z_image": {f"noise_refiner.*.attention.{name}" for name in ATTENTION},
 }
 # Blocks by index that "fp8" quantizes in models of ``BLOCKS`` blocks.
-MIDDLE = {"ltx": {2}, "ltx2": {2}, "wan": {3}, "helios": {3}, "qwenimage": {2}, "qwenimage21": {2}}
+MIDDLE = {name: {count // 2} for name, count in BLOCKS.items()}
 
 
 @every_family

@@ -20,10 +20,11 @@ from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
 from benchmarks.models.stable_diffusion import SD3, SDXL, SDXL_CHANNELS_LAST
 from benchmarks.models.videos import ALLEGRO, COGVIDEOX, MINIMAX_H3, MOCHI
 from benchmarks.models.wan import WAN, WAN_SMALL
-from benchmarks.models.wan_relatives import HELIOS
+from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
 
 PUBLISHED: tuple[Published, ...] = (
-    *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, HELIOS, COSMOS, AURAFLOW, ALLEGRO),
+    *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, AURAFLOW, ALLEGRO),
+    *(HELIOS, ANYFLOW, ANYFLOW_FAR),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
     *(CHROMA, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),

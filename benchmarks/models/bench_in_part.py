@@ -63,7 +63,6 @@ from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.videos import ALLEGRO
-from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR
 
 COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
 MODES = (COMPILED, "injected", models.GRAPHS, INJECTED_COMPILED)
@@ -217,8 +216,7 @@ MODELS = {
 _UNKNOWN = (LongCatImage, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
 MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, FIBO2, *(cls() for cls in _UNKNOWN))}
 _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-_RELATIVES = (ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER)
-_ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), *_RELATIVES)
+_ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), SANA_WM_REFINER)
 MODELS = {entry.key: entry for entry in _ENTRIES}
 
 

@@ -17,11 +17,11 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
     """The plan of context parallelism for a model: which of its tensors ranks split and gather.
 
     Pass it to ``enable_parallelism`` before or after :func:`inject_kernels`. Without the injection the own
-    code of Stable Diffusion 3 and CogVideoX would attend to each rank's own tokens only.
+    code of Stable Diffusion 3, CogVideoX and AnyFlow would attend to each rank's own tokens only.
 
     Args:
-        model: a HunyuanVideo, CogVideoX, Stable Diffusion 3 or Z-Image transformer, or another model for
-            which diffusers has a plan.
+        model: a HunyuanVideo, CogVideoX, Stable Diffusion 3, Z-Image or AnyFlow transformer, or another
+            model for which diffusers has a plan.
 
     Returns:
         The plan. diffusers' own if it has one.

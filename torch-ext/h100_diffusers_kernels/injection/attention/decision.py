@@ -50,13 +50,14 @@ INT8_MIN_TOKENS, INT8_ABOVE_HEAD_DIM = 4096, 64
 
 
 def is_native(processor: Any, has_dispatch: bool) -> bool:
-    """Whether PyTorch chooses the attention backend, as by default in diffusers, or the user chose this
-    package's, for one module or for all of them."""
+    """Whether PyTorch chooses the attention backend, as by default in diffusers, or the processor's class
+    does, or the user chose this package's, for one module or for all of them."""
     if not has_dispatch:
         return True
     chosen = getattr(processor, "_attention_backend", None)
     if chosen is not None:
-        return bool(chosen == BACKEND_NAME)
+        is_of_class = "_attention_backend" not in vars(processor)
+        return is_of_class or bool(chosen == BACKEND_NAME)
     registry = getattr(sys.modules[DISPATCH_MODULE], "_AttentionBackendRegistry", None)
     if registry is None:
         return False
@@ -123,11 +124,12 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     return config if is_ours and dispatch in (None, DISPATCH.function) else None
 
 
-def may_attend(call: Call, module: Any, head_dim: int) -> bool:
+def may_attend(call: Call, module: Any, head_dim: int, has_flex: bool = False) -> bool:
     """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
-    Counts the reason if not."""
+    Counts the reason if not. ``has_flex``: whether it may if FlexAttention is chosen."""
     dispatch, reason = dispatch_of(call.stand_in.spec), None
-    if not is_native(module.processor, dispatch is not None):
+    is_flex_taken = has_flex and is_flex(getattr(module.processor, "_attention_backend", None))
+    if not (is_flex_taken or is_native(module.processor, dispatch is not None)):
         call.leave_attention(USER_BACKEND)
         return False
     if not call.stand_in.injection.options["attention"]:

@@ -53,6 +53,7 @@ from .decision import (
     MASK_DIFFERS,
     NOT_WANTED,
     SDPA,
+    blocks_of_block_mask,
     context_parallel_of,
     count_own,
     dispatch_of,
@@ -84,7 +85,7 @@ class AttentionSpec(PatchSpec):
         dispatches: whether the processor calls diffusers' dispatch; otherwise it calls PyTorch's attention.
         library: the processor's module.
         other_processor: the path of another processor's class in that module, or "".
-        other_parameters: those of its ``__call__`` after the first one's.
+        other_parameters: those of its ``__call__`` after the module; "" if they are the first one's.
         other_call: this ``__call__``.
         splits_masks: whether the model's own code gives attention the masks of its rank's tokens.
     """
@@ -111,7 +112,8 @@ class AttentionSpec(PatchSpec):
         processor_call = f"{processor}.__call__", parameters
         object.__setattr__(self, "functions", (processor_call, *functions))
         if self.other_processor:
-            of_other = f"{parameters} {self.other_parameters}".rstrip()
+            others = self.other_parameters
+            of_other = f"self attn {others}" if others else parameters
             known = KnownFunction(f"{self.other_processor}.__call__", of_other)
             object.__setattr__(self, "other_call", known)
         object.__setattr__(self, "library", library)
@@ -273,12 +275,14 @@ def attend_by_blocks(
     *,
     heads: int,
     key_bias: Tensor | None = None,
+    has_flex: bool = False,
 ) -> Tensor | None:
     """``attend`` to the keys of blocks on the kernel; None, with its reason counted, if the caller has to run
-    the model's own. ``blocks_of`` makes the blocks, or says why there are none, as a clause."""
+    the model's own. ``blocks_of`` makes the blocks, or says why there are none, as a clause. ``has_flex``:
+    see ``may_attend``."""
     if context_parallel_of(call, module) is not None:
         return None
-    if not may_attend(call, module, query.shape[2] // heads):
+    if not may_attend(call, module, query.shape[2] // heads, has_flex):
         return None
     if not attention_takes(query, key, value, heads):
         count_own(call, query, key, value)
@@ -289,6 +293,35 @@ def attend_by_blocks(
         return None
     options: Any = {"heads": heads, "key_bias": key_bias, "blocks": blocks}
     return kernel_attention(call, query, key, value, **options)
+
+
+def attend_by_mask(
+    call: Call,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    heads: int,
+    padding: int,
+) -> Tensor:
+    """``attend`` by a ``BlockMask`` for tokens after which the processor appends ``padding`` zeros."""
+    q, k = (x.unflatten(2, (heads, -1)) for x in (query, key))
+    read = partial(blocks_of_block_mask, mask, q, k, is_padded=True)
+    operands = (call, module, query, key, value, read)
+    out = attend_by_blocks(*operands, heads=heads, has_flex=True)
+    if out is not None:
+        return out
+    padded = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
+    dispatch: Any = dispatch_of(call.stand_in.spec)
+    out = dispatch(
+        *[x.unflatten(2, (heads, -1)) for x in padded],
+        attn_mask=mask,
+        dropout_p=0.0,
+        backend="flex",
+        parallel_config=module.processor._parallel_config,
+    )
+    return out[:, : query.shape[1]].flatten(2, 3).type_as(query)
 
 
 def _gate_and_add(x: Tensor, gate: Tensor | None, addend: Tensor | None, heads: int) -> Tensor:

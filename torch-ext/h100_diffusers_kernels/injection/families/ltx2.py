@@ -42,7 +42,7 @@ from ..quantized.precision import ONE_LIST, PRECISIONS
 _LTX2 = "diffusers.models.transformers.transformer_ltx2"
 
 
-def _query_readers(name: str, block: Any, x: Tensor, others: tuple[str, ...] = ()) -> Any:
+def query_readers(name: str, block: Any, x: Tensor, others: tuple[str, ...] = ()) -> Any:
     """``streams.Readers`` of ``block.name``: its layers of the query, of the gate if there is one, and those
     with the names ``others``."""
     has_gate = block._modules[name]._modules.get("to_gate_logits") is not None
@@ -52,7 +52,7 @@ def _query_readers(name: str, block: Any, x: Tensor, others: tuple[str, ...] = (
 
 def _cross_readers(query: str, key: str, block: Any, x: Tensor) -> Any:
     """``streams.Readers`` of ``block.query`` for its query, and of ``block.key`` for key and value."""
-    of_query = _query_readers(query, block, x)
+    of_query = query_readers(query, block, x)
     of_key = None if of_query is None else linears.fp8_readers(key, ("to_k", "to_v"), block, x)
     return {**of_query, **of_key} if of_query and of_key else None
 
@@ -77,14 +77,14 @@ def _first_norm(
     if previous_x is not None and table.device != previous_x.device:
         return None
     rows_of = partial(_rows, call, f"{stream}rows", table, tembs[i])
-    readers = partial(_query_readers, f"{stream}attn1", others=("to_k", "to_v"))
+    readers = partial(query_readers, f"{stream}attn1", others=("to_k", "to_v"))
     options: Any = {"name": f"{stream}norm1", "rows_of": rows_of, "readers": readers}
     return plain_norm(call, block, previous_x, **options)
 
 
 # How the names of a stream's parts begin.
 _VIDEO, _AUDIO = "", "audio_"
-_FIRST_NORMS = (partial(_first_norm, stream=_VIDEO, i=0), partial(_first_norm, stream=_AUDIO, i=1))
+FIRST_NORMS = (partial(_first_norm, stream=_VIDEO, i=0), partial(_first_norm, stream=_AUDIO, i=1))
 
 
 def _block_forward(
@@ -123,7 +123,7 @@ def _block_forward(
     if use_a2v_cross_attention != use_v2a_cross_attention:
         return call.decline("only one of its streams attends to the other")
     modules = self._modules
-    video, sound = start(call, self, _FIRST_NORMS, (x, audio), conditions)
+    video, sound = start(call, self, FIRST_NORMS, (x, audio), conditions)
     options: dict[str, Any] = {"encoder_hidden_states": None}
     if self.perturbed_attn:
         options.update(perturbation_mask=perturbation_mask, all_perturbed=all_perturbed)
@@ -169,7 +169,7 @@ def _attend_to_text(block, name, is_modulated, stream, c, temb_prompt, mask) -> 
     """Adds attention to the text."""
     shift, scale, gate = stream.rows[6:9] if is_modulated else (None, None, None)
     modulation = (scale, shift) if is_modulated else ()
-    n = stream.norm(f"{name}norm2", *modulation, readers=partial(_query_readers, f"{name}attn2"))
+    n = stream.norm(f"{name}norm2", *modulation, readers=partial(query_readers, f"{name}attn2"))
     if block.cross_attn_adaln:
         table = getattr(block, f"{name}prompt_scale_shift_table").to(c.device)
         if temb_prompt is None:
@@ -182,7 +182,7 @@ def _attend_to_text(block, name, is_modulated, stream, c, temb_prompt, mask) -> 
     stream.add(block._modules[f"{name}attn2"](n, encoder_hidden_states=c, **options), gate)
 
 
-def _attention_forward(
+def attention_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -244,7 +244,7 @@ def _of_rank(call: Call, config: Any, x: Tensor, rope: Any) -> Any:
     return call.shared(name, rope, lambda rope: part_of_tables(rope, *which))
 
 
-def _rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
+def rope_forward(self: Any, call: Call, coords: Tensor, device: Any = None) -> Any:
     """Coordinates instead of tables; see ``families.ltx``."""
     coords = coords if device is None else coords.to(device)
     if coords.dtype == torch.float64 or tracks_derivatives() or is_wrapped(self):
@@ -271,29 +271,31 @@ def _frequencies(theta: float, count: int, is_double: bool, device: torch.device
     return ((torch.pow(theta, exponents) * torch.pi / 2.0).to(torch.float32),)
 
 
+COORDINATES = "coordinates in place of tables"
 _ROPE = f"{_LTX2}:LTX2AudioVideoRotaryPosEmbed"
 _ATTENTION = attention.AttentionSpec(
     f"{_LTX2}:LTX2Attention",
-    _attention_forward,
+    attention_forward,
     "qk_norm_rope",
     processor=f"{_LTX2}:LTX2AudioVideoAttnProcessor",
     rotate="apply_interleaved_rotary_emb apply_split_rotary_emb",
     other_processor=f"{_LTX2}:LTX2PerturbedAttnProcessor",
-    other_parameters="perturbation_mask all_perturbed",
+    other_parameters="hidden_states encoder_hidden_states attention_mask query_rotary_emb key_rotary_emb"
+    " perturbation_mask all_perturbed",
 )
 _SPECS = (
     model_spec(f"{_LTX2}:LTX2VideoTransformer3DModel", "transformer_blocks"),
-    PatchSpec(_ROPE, _rope_forward, "coordinates in place of tables"),
+    PatchSpec(_ROPE, rope_forward, COORDINATES),
     BlockSpec(f"{_LTX2}:LTX2VideoTransformerBlock", _block_forward),
     _ATTENTION,
     TIMESTEPS,
     linears.LINEAR_GELU,
 )
-_ONCE = (
+ONCE = (
     *("proj_in", "audio_proj_in", "time_embed", "audio_time_embed", "norm_out", "audio_norm_out"),
     *("prompt_adaln", "audio_prompt_adaln", "caption_projection", "audio_caption_projection"),
     *("av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift"),
     *("av_cross_attn_video_a2v_gate", "av_cross_attn_audio_v2a_gate", "proj_out", "audio_proj_out"),
 )
-# FP8 layers as in Lightricks' checkpoint.
-FAMILIES = (Family("LTX-2", _SPECS, _ONCE, ONE_LIST._replace(ends=2), int8_tiers=PRECISIONS),)
+LAYERS = ONE_LIST._replace(ends=2)  # as in Lightricks' checkpoint
+FAMILIES = (Family("LTX-2", _SPECS, ONCE, LAYERS, int8_tiers=PRECISIONS),)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from ...operations.key_blocks import KeyBlocks, causal_bounds, is_block_mask
-from ..attention.decision import blocks_of_block_mask, shared_key_bias
+from ..attention.decision import shared_key_bias
 from ..attention.modules import (
     AttentionSpec,
     attend,
     attend_by_blocks,
+    attend_by_mask,
     project_and_rotate,
     project_out,
 )
@@ -132,33 +133,14 @@ def _attention_forward(
     operands = call, self, query, key, value
     spec: Any = call.stand_in.spec
     if spec.is_other(self) and is_block_mask(attention_mask):
-        out = _attend_by_mask(*operands, attention_mask, head_dim)
+        # The mask is for lengths that are padded to its blocks.
+        padding = attention_mask.seq_lengths[0] - query.shape[1]
+        out = attend_by_mask(*operands, attention_mask, heads, padding)
     elif segments is None:
         out = attend(*operands, attention_mask, heads=heads, dropout_p=0.0)
     else:
         out = _attend_by_segments(*operands, segments, key_valid, head_dim)
     return project_out(self, out)
-
-
-def _attend_by_mask(
-    call: Call, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, head_dim: int
-) -> Tensor:
-    """Attention by a BlockMask, which is made for lengths that are padded to its blocks."""
-    length, q, k = query.shape[1], *(x.unflatten(2, (-1, head_dim)) for x in (query, key))
-    read = partial(blocks_of_block_mask, mask, q, k, is_padded=True)
-    out = attend_by_blocks(call, module, query, key, value, read, heads=q.shape[2])
-    if out is not None:
-        return out
-    padding = mask.seq_lengths[0] - length
-    padded = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
-    out = sys.modules[_QWEN].dispatch_attention_fn(
-        *[x.unflatten(2, (-1, head_dim)) for x in padded],
-        attn_mask=mask,
-        dropout_p=0.0,
-        backend="flex",
-        parallel_config=module.processor._parallel_config,
-    )
-    return out[:, :length].flatten(2, 3).type_as(query)
 
 
 def _attend_by_segments(

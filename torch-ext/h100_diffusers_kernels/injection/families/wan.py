@@ -139,14 +139,21 @@ def attention_forward(
         options["parallel_config"] = None  # each rank has all of the text
     out = attention.attend(call, self, query, key, value, attention_mask, **options)
     if image_tokens is not None:
-        if fused:
-            key, value = self.to_added_kv(image_tokens).chunk(2, dim=-1)
-        else:
-            layers = self._modules["add_k_proj"], self._modules["add_v_proj"]
-            key, value = (linears.linear(layer, image_tokens) for layer in layers)
-        key = apply_norm(call, self, "norm_added_k", key)
-        out = attention.attend(call, self, query, key, value, None, addend=out, **options)
+        out = attend_to_image(call, self, query, image_tokens, out, options)
     return attention.project_out(self, out, x)
+
+
+def attend_to_image(
+    call: Call, module: Any, query: Tensor, image: Tensor, out: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """``out`` plus the attention of a query to an image. ``options``: see ``attention.attend``."""
+    if module.fused_projections:
+        key, value = module.to_added_kv(image).chunk(2, dim=-1)
+    else:
+        layers = module._modules["add_k_proj"], module._modules["add_v_proj"]
+        key, value = (linears.linear(layer, image) for layer in layers)
+    key = apply_norm(call, module, "norm_added_k", key)
+    return attention.attend(call, module, query, key, value, None, addend=out, **options)
 
 
 def _splits_text(call: Call) -> bool:
