@@ -323,16 +323,6 @@ add(
     ),
 )
 add(
-    "Kandinsky6Transformer3DModel",
-    {
-        **_KANDINSKY, "in_visual_dim": 4, "out_visual_dim": 4, "num_text_blocks": 1,
-        "visual_cond": False, "in_audio_dim": 6, "out_audio_dim": 6,
-    },
-    lambda: denoising(
-        normal(2, 2, 4, 4, 4), pooled_projections=normal(2, 12), audio_hidden_states=normal(2, 3, 6)
-    ),
-)
-add(
     "Kandinsky6SRTransformer3DModel",
     {
         "in_visual_dim": 4, "out_visual_dim": 4, "time_dim": 16, "model_dim": 128, "ff_dim": 96,

@@ -112,7 +112,7 @@ class Family:
 
     def cast(self, arguments, dtype):
         """The inputs in another dtype; masks, timesteps and positions keep theirs."""
-        inexact = {name: arguments[name] for name in self.inexact}
+        inexact = {name: arguments[name] for name in self.inexact if name in arguments}
         return {**arguments, **pytree.tree_map(lambda tensor: tensor.to(dtype), inexact)}
 
     def with_main(self, arguments, change):

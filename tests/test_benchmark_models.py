@@ -36,6 +36,7 @@ def tiny(published):
     return published.transformer(CPU, torch.float32, tiny=True)
 
 
+KANDINSKY = (m.kandinsky5, m.kandinsky5_pro, m.kandinsky6)
 # Billions of published parameters, the configuration of the whole model, heads and their size, and the tokens
 # of each published size.
 WHOLE = {
@@ -66,6 +67,9 @@ WHOLE = {
     m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
     m.qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
     m.minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
+    m.kandinsky5: (1.98, {"num_visual_blocks": 32, "num_text_blocks": 2}, (28, 64), (47616,)),
+    m.kandinsky5_pro: (19.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (47616,)),
+    m.kandinsky6: (48.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (50220,)),
     m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
@@ -97,6 +101,9 @@ def test_published_size(published):
     elif published is m.lumina2:
         count = model.config.num_attention_heads
         assert (count, model.config.hidden_size // count) == heads
+    elif published in KANDINSKY:
+        head_dim = sum(model.config.axes_dims)
+        assert (model.config.model_dim // head_dim, head_dim) == heads
     else:
         assert (model.config.num_attention_heads, model.config.attention_head_dim) == heads
     assert tuple(size.tokens for size in published.sizes)[: len(tokens)] == tokens
@@ -130,6 +137,9 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
     parts = {m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
     parts |= dict.fromkeys((m.wan, m.wan_small, m.helios, m.anyflow, m.anyflow_far), wans)
+    parts = {m.wan: wans, m.wan_small: wans, m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
+    of_kandinsky = ("time_embeddings.", "modulation.")
+    parts |= {m.kandinsky6: (".modulation.",), **dict.fromkeys(KANDINSKY[:2], of_kandinsky)}
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
@@ -171,6 +181,8 @@ SCORES = {
     m.mochi: (MochiSize(12, 192, 192), 4, 0.15),
     m.qwenimage21: (IMAGE, 2, 0.1),
     m.minimax_h3: (MiniMaxH3Size(22, 256, 256), 4, 0.2),
+    **dict.fromkeys((m.kandinsky5, m.kandinsky5_pro), (VIDEO, 3, 0.5)),
+    m.kandinsky6: (VIDEO, 8, 0.35),
     m.cogvideox: (VIDEO, 2, 0.1),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (IMAGE, 11, 0.2)),
 }

@@ -54,6 +54,7 @@ INPUTS = {
     "cogvideox": ({}, {"rotates": False}),
     "sd3": ({}, {"batch": 1}),
     "z_image": ({}, {"prompts": (40, 6)}),
+    "kandinsky6": ({}, {"mask": "padded"}),
 }
 
 

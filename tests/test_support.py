@@ -98,7 +98,7 @@ def with_adapter(config, **options):
 def with_trained_norms(family, model):
     torch.manual_seed(1)
     name = family.parts["qk_norm"].rpartition(".")[2]
-    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"])
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=family.lora_targets[:1])
     config.modules_to_save = [name]
     model.add_adapter(config)
     with torch.no_grad():
@@ -305,7 +305,7 @@ def test_behaviour(kernel, device, family, feature):
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":
-        missing = "pad_sequence|index_put_" if feature == "vmap" else "fuse_qkv_projections"
+        missing = "pad_sequence|index_put_" if feature == "vmap" else "fuse_qkv_projections|to_q"
         kernel.inject_kernels(model)
         for candidate in (model, plain):
             with pytest.raises((AttributeError, RuntimeError), match=missing):

@@ -14,6 +14,8 @@ from benchmarks.models.bria import BRIA, FIBO
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, OVIS_IMAGE, Z_IMAGE
+from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, Z_IMAGE
+from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
@@ -29,6 +31,7 @@ PUBLISHED: tuple[Published, ...] = (
     *(CHROMA, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
+    *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )
 MODELS = {published.key: published for published in PUBLISHED}
 ALL = "all"

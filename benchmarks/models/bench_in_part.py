@@ -218,6 +218,8 @@ MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, FIBO2, *(cls() for c
 _UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
 _ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), SANA_WM_REFINER)
 MODELS = {entry.key: entry for entry in _ENTRIES}
+_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX)
+MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(

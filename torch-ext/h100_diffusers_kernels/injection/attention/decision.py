@@ -124,12 +124,12 @@ def context_parallel_of(call: Call, module: Any) -> Any:
     return config if is_ours and dispatch in (None, DISPATCH.function) else None
 
 
-def may_attend(call: Call, module: Any, head_dim: int, has_flex: bool = False) -> bool:
+def may_attend(call: Call, module: Any, head_dim: int, of_flex: bool = False) -> bool:
     """Whether attention itself may run on the kernel, by the user's choices and the libraries' functions.
-    Counts the reason if not. ``has_flex``: whether it may if FlexAttention is chosen."""
+    Counts the reason if not. ``of_flex``: whether it may run in FlexAttention's place."""
     dispatch, reason = dispatch_of(call.stand_in.spec), None
-    is_flex_taken = has_flex and is_flex(getattr(module.processor, "_attention_backend", None))
-    if not (is_flex_taken or is_native(module.processor, dispatch is not None)):
+    is_own = is_native(module.processor, dispatch is not None)
+    if not (is_own or (of_flex and is_flex(getattr(module.processor, "_attention_backend", None)))):
         call.leave_attention(USER_BACKEND)
         return False
     if not call.stand_in.injection.options["attention"]:

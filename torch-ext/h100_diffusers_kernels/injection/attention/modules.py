@@ -110,7 +110,7 @@ class AttentionSpec(PatchSpec):
         of_forward = (self.forward_parameters() or "").removeprefix("self ").removesuffix(" kwargs")
         parameters = f"self attn {self.processor_parameters or of_forward}"
         processor_call = f"{processor}.__call__", parameters
-        object.__setattr__(self, "functions", (processor_call, *functions))
+        object.__setattr__(self, "functions", (processor_call, *functions, *self.functions))
         if self.other_processor:
             others = self.other_parameters
             of_other = f"self attn {others}" if others else parameters
@@ -275,14 +275,14 @@ def attend_by_blocks(
     *,
     heads: int,
     key_bias: Tensor | None = None,
-    has_flex: bool = False,
+    of_flex: bool = False,
 ) -> Tensor | None:
     """``attend`` to the keys of blocks on the kernel; None, with its reason counted, if the caller has to run
-    the model's own. ``blocks_of`` makes the blocks, or says why there are none, as a clause. ``has_flex``:
-    see ``may_attend``."""
+    the model's own. ``blocks_of`` makes the blocks, or says why there are none, as a clause. ``of_flex``:
+    whether the kernel takes FlexAttention's place if the user chose that."""
     if context_parallel_of(call, module) is not None:
         return None
-    if not may_attend(call, module, query.shape[2] // heads, has_flex):
+    if not may_attend(call, module, query.shape[2] // heads, of_flex):
         return None
     if not attention_takes(query, key, value, heads):
         count_own(call, query, key, value)
@@ -309,7 +309,7 @@ def attend_by_mask(
     q, k = (x.unflatten(2, (heads, -1)) for x in (query, key))
     read = partial(blocks_of_block_mask, mask, q, k, is_padded=True)
     operands = (call, module, query, key, value, read)
-    out = attend_by_blocks(*operands, heads=heads, has_flex=True)
+    out = attend_by_blocks(*operands, heads=heads, of_flex=True)
     if out is not None:
         return out
     padded = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (query, key, value))
@@ -428,7 +428,7 @@ def query_key_value(
             ]
     if context is None and config is not None and not are_fp8(v):
         query, key = linears(x, q, k)
-        return [query, key, partial(_value_on_wire, config, v, x, module.heads)]
+        return [query, key, partial(_value_on_wire, config, v, x, heads_of(module))]
     if context is None:
         return linears(x, q, k, v)
     return [linear(q, x), *linears(context, k, v)]
@@ -441,6 +441,11 @@ def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:
     value = wire_empty(config, x, features_of(layer), heads)
     write_linear(layer, x, value)
     return value
+
+
+def heads_of(module: Any) -> int:
+    heads: Any = getattr(module, "heads", None)
+    return module.num_heads if heads is None else heads
 
 
 def _norm_options(
@@ -613,7 +618,7 @@ def project_and_rotate(
     """
     query, key, value = projected or query_key_value(module, x, context, layers, config)
     # torch.jit.trace has tensors as sizes.
-    heads = module.heads if head_dim is None else int(query.shape[2]) // head_dim
+    heads = heads_of(module) if head_dim is None else int(query.shape[2]) // head_dim
     operands = (query, key, rope, rotate, form, heads)
     query, key = norm_and_rotate(call, module, *operands, config=config, **options)
     return query, key, value

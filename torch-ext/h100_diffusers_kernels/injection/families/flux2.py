@@ -32,7 +32,7 @@ from ..quantized.fp8_linears import computed
 from ..quantized.precision import ATTENTION_LAYERS, TWO_LISTS
 
 _FLUX2 = "diffusers.models.transformers.transformer_flux2"
-linears.SWIGLU_FEED_FORWARDS.add(KnownClass(f"{_FLUX2}:Flux2FeedForward"))
+linears.FEED_FORWARDS.add(KnownClass(f"{_FLUX2}:Flux2FeedForward"), linears.SWIGLU_NAMES)
 _SWIGLU = linears.swiglu_spec(f"{_FLUX2}:Flux2SwiGLU")
 
 

@@ -30,7 +30,7 @@ from ..quantized.fp8_linears import computed
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
 _FLUX3 = "diffusers.models.transformers.transformer_flux3"
-linears.SWIGLU_FEED_FORWARDS.add(KnownClass(f"{_FLUX3}:Flux3FeedForward"))
+linears.FEED_FORWARDS.add(KnownClass(f"{_FLUX3}:Flux3FeedForward"), linears.SWIGLU_NAMES)
 _SWIGLU = linears.swiglu_spec(f"{_FLUX3}:Flux3SwiGLU")
 
 

@@ -11,13 +11,17 @@ from ..core.patch import INJECTION
 logger = logging.getLogger("h100_diffusers_kernels")
 
 
-def two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
-    """A ``ModelSpec.plan``: image and text enter the first block; the last linear layer gathers the image."""
+def warn_before_injection(model: Any) -> None:
     if INJECTION not in vars(model):
         text = (
             "context_parallel_plan: the own code of %s would be wrong: inject_kernels must follow"
         )
         logger.warning(text, type(model).__name__)
+
+
+def two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
+    """A ``ModelSpec.plan``: image and text enter the first block; the last linear layer gathers the image."""
+    warn_before_injection(model)
     streams = ("hidden_states", "encoder_hidden_states")
     return {
         "transformer_blocks.0": {name: split(1, 3) for name in streams},

@@ -60,8 +60,10 @@ DROPOUT = KnownClass("torch.nn:Dropout")
 SILU = KnownClass("torch.nn:SiLU", "torch.nn.functional:silu")
 GELU = KnownClass("torch.nn:GELU", "torch.nn.functional:gelu")
 FEED_FORWARD = KnownClass("diffusers.models.attention:FeedForward")
-# Classes like FLUX.2's ``Flux2FeedForward``: ``linear_out(act_fn(linear_in(x)))``. Families add theirs.
-SWIGLU_FEED_FORWARDS = KnownClasses()
+# Classes like FLUX.2's ``Flux2FeedForward``: ``linear_out(act_fn(linear_in(x)))``, and the names of these
+# three. Families add theirs.
+FEED_FORWARDS = KnownClasses()
+SWIGLU_NAMES = ("linear_in", "act_fn", "linear_out")
 
 # The layers of an attention: of its only stream or the image, and of the text.
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
@@ -410,17 +412,23 @@ def feed_forward_branch(module: Any, x: Any) -> Any:
             if last and not is_identity(last[0]):
                 return last[0](computed(y))
             return y
-    elif _is_swiglu(module):
-        layers = module._modules
-        linear_in, activation, out = layers["linear_in"], layers["act_fn"], layers["linear_out"]
-        y = _fp8_feed_forward(activation, linear_in, out, x)
-        return linear(out, activation(linear(linear_in, x))) if y is None else y
+    else:
+        layers = _layers_of(module)
+        if layers is not None:
+            linear_in, activation, out = layers
+            y = None
+            if not has_plain_weight(out):
+                y = _fp8_feed_forward(activation, linear_in, out, x)
+            return linear(out, linear_and_gelu(linear_in, activation, x, out)) if y is None else y
     return module(as_tensor(x))
 
 
-def _is_swiglu(module: Any) -> bool:
-    entry = SWIGLU_FEED_FORWARDS.by_class.get(type(module))
-    return entry is not None and is_stock(module, entry[0])
+def _layers_of(module: Any) -> Sequence[Any] | None:
+    """The parts of a feed-forward of ``FEED_FORWARDS``; None of another module."""
+    entry = FEED_FORWARDS.by_class.get(type(module))
+    if entry is None or not is_stock(module, entry[0]):
+        return None
+    return [module._modules[name] for name in entry[1]]
 
 
 def _run_activation(activation: Any, x: Any) -> Tensor:
@@ -444,13 +452,12 @@ def feed_forward_reader(name: str, block: Any, x: Tensor) -> dict[Any, Fp8Weight
     module = block._modules[name]
     net = module._modules.get("net")
     if net is None:
-        layer = module._modules.get("linear_in")
+        layer, *_ = _layers_of(module) or (None,)
     else:
         layer = next(iter(net._modules.values()), net)._modules.get("proj")
+        if not (is_stock(module, FEED_FORWARD) and type(net) is nn.ModuleList):
+            return None
     if layer is None or has_plain_weight(layer):
-        return None
-    is_known = is_stock(module, FEED_FORWARD) and type(net) is nn.ModuleList
-    if not is_known and not _is_swiglu(module):
         return None
     return fp8_weights_for(x, layer)
 
@@ -501,7 +508,7 @@ def _fp8_feed_forward(activation: Any, proj: Any, out: Any, x: Any) -> Fp8Produc
         or not are_stock_linears(*unread)
     ):
         return None
-    if known is LINEAR_GELU.known:
+    if known in (LINEAR_GELU.known, GELU):
         weights = x.weights if is_quantized else fp8_weights_for(x, proj)
         if weights and proj in weights:
             rows = x if is_quantized else quantized_rows(x)
@@ -686,6 +693,7 @@ GATED_ACTIVATIONS = (
 # its result's, and the operation with a quantized result. ``swiglu_spec`` adds the families'.
 _FP8_ACTIVATIONS = KnownClasses(
     (LINEAR_GELU.known, _why_not_gelu, 1, lambda m, h: operations.gelu_fp8(h, m.approximate)),
+    (GELU, lambda _: None, 1, lambda m, h: operations.gelu_fp8(h, m.approximate)),
     (GEGLU.known, _why_not_gelu, 2, lambda _, h: operations.geglu_fp8(h)),
     (GATED_ACTIVATIONS[1].known, _why_not_swiglu, 2, lambda _, h: operations.swiglu_fp8(h)),
 )

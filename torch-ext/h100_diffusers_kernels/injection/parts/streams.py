@@ -30,7 +30,7 @@ from ..core.checks import (
 from ..core.patch import Call, Injection, PatchSpec, bare_stand_in
 from ..core.quantized_rows import QuantizedRows, as_tensor
 from ..quantized.fp8_linears import are_fp8
-from .linears import SILU, adapted_linear, linear, plain_weight
+from .linears import FEED_FORWARDS, SILU, adapted_linear, linear, plain_weight
 from .norms import (
     Modulator,
     Norm,
@@ -137,9 +137,12 @@ class Stream:
             branch["addend"] = addend
         self._pending = out, gate, branch
 
-    def norm(self, name: str, *modulation: Modulator, readers: Readers | None = None) -> Any:
-        """The norm ``block.name`` of the tokens, ``* (1 + scale) + shift`` for each pair of these."""
-        call, block = self._call, self._block
+    def norm(
+        self, name: str, *modulation: Modulator, readers: Readers | None = None, owner: Any = None
+    ) -> Any:
+        """The norm ``block.name`` of the tokens, ``* (1 + scale) + shift`` for each pair of these. ``owner``:
+        the module of the block that has the norm, if not the block."""
+        call, block = self._call, self._block if owner is None else owner
         norm: Any = read_norm(block._modules.get(name), self._x.shape[-1], self._upcasts)
         if isinstance(norm, str):
             call.fall_back(f"{name} {norm}")
@@ -400,7 +403,7 @@ def adaptive_norm(
 
 
 def linear_of_silu(
-    call: Call, layer: Any, temb: Tensor, previous_x: Tensor | None, name: str = "silu"
+    call: Call, layer: Any, temb: Tensor, previous_x: Tensor | None, name: Any = "silu"
 ) -> Tensor | None:
     """``layer(silu(temb))``; ``previous_x`` as in ``FirstNorms``. Blocks share the SiLU under ``name``."""
     if is_adapted(layer) and (previous_x is None or previous_x.device == temb.device):
@@ -535,5 +538,7 @@ class BlockSpec(PatchSpec):
         for name, child in module._modules.items():
             if child is not None and _INNER.fullmatch(name):
                 activation = next((n for n in ("net", "act_fn") if n in child._modules), None)
+                if activation is None and type(child) in FEED_FORWARDS.by_class:
+                    continue  # the block computes all of it
                 last = {None: "", "net": ".net.0", "act_fn": ".act_fn"}[activation]
                 yield f"{name}{last}"
