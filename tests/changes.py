@@ -20,6 +20,7 @@ from diffusers import (
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from diffusers.models.normalization import RMSNorm
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fp8_models
 from random_inputs import offset
@@ -175,7 +176,7 @@ class ForeignBlock(Wrap):
                 given[name] = {key: rope * 0.5 for key, rope in given[name].items()}
             elif name in given:
                 first, second = given[name]
-                given[name] = (first * 0.5, second)
+                given[name] = (pytree.tree_map(lambda table: table * 0.5, first), second)
         return self.wrapped(**given)
 
 

@@ -162,16 +162,6 @@ add(
     exact=("image_rotary_emb",),
 )
 add(
-    "LatteTransformer3DModel",
-    {
-        **_HEADS, **_IN_OUT, "num_layers": 2, "cross_attention_dim": 128, "sample_size": 4,
-        "patch_size": 2, "activation_fn": "gelu-approximate", "num_embeds_ada_norm": 10,
-        "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "caption_channels": _TEXT,
-        "video_length": 2, "attention_bias": True,
-    },
-    lambda: denoising(video()),
-)
-add(
     "LuminaNextDiT2DModel",
     {
         **_WIDTH, "sample_size": 4, "num_layers": 2, "num_kv_heads": 1, "multiple_of": 16,

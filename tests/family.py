@@ -1,11 +1,13 @@
 """A model family for the tests of injection: a small model, inputs, names of its parts."""
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import diffusers
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from torch.utils import _pytree as pytree
 
 # A head size that attention's kernel accepts, and one for the smallest models.
@@ -193,7 +195,7 @@ def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None,
             if "single_blocks" in changes:
                 changes["num_single_layers"] = changes.pop("single_blocks")
             torch.manual_seed(seed)
-            own_class = getattr(diffusers, changes.pop("cls", cls))
+            own_class = with_adapters(getattr(diffusers, changes.pop("cls", cls)))
             model = own_class(**{**config(blocks, heads, head_dim), **changes})
             make_all_matter(model, modulations, embedding, gain=gain)
             if finish is not None:
@@ -204,6 +206,14 @@ def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None,
         return make
 
     return decorator
+
+
+@functools.cache
+def with_adapters(cls):
+    """The class, with diffusers' methods for adapters of peft. Without them users call peft itself."""
+    if hasattr(cls, "add_adapter"):
+        return cls
+    return type(cls.__name__, (cls, PeftAdapterMixin), {"__module__": cls.__module__})
 
 
 def sizes(blocks, heads, head_dim):

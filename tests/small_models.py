@@ -169,25 +169,6 @@ MODELS = [
         attends=2,
     ),
     SmallModel(
-        "allegro", "AllegroTransformer3DModel",
-        {**_CAPTIONED, "sample_width": 8, "sample_height": 8, "sample_frames": 2},
-        lambda: _denoising(
-            video(), encoder_hidden_states=normal(2, 1, 6, 24),
-            attention_mask=torch.ones(2, 2, 8, 8), encoder_attention_mask=mask()[:, None].float(),
-            image_rotary_emb=None,
-        ),
-        attends=4,
-    ),
-    SmallModel(
-        "pixart", "PixArtTransformer2DModel",
-        {**_CAPTIONED, "sample_size": 8, "use_additional_conditions": False},
-        lambda: _denoising(
-            image(), encoder_attention_mask=mask(),
-            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
-        ),
-        attends=4,
-    ),
-    SmallModel(
         "sana", "SanaTransformer2DModel",
         {
             **_CAPTIONED, **_IN_OUT, "num_attention_heads": 4, "attention_head_dim": 32,

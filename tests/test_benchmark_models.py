@@ -16,6 +16,7 @@ from benchmarks import models
 from benchmarks.harness import options
 from benchmarks.models import bench_models
 from benchmarks.models.ltx import LTXSize
+from benchmarks.models.pixart import LatteSize
 from benchmarks.models.published import ImageSize, VideoSize
 from benchmarks.models.videos import MiniMaxH3Size, MochiSize
 
@@ -71,6 +72,8 @@ WHOLE = {
     m.kandinsky5_pro: (19.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (47616,)),
     m.kandinsky6: (48.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (50220,)),
     m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
+    m.pixart: (0.61, {"num_layers": 28}, (16, 72), (4096,)),
+    m.latte: (1.06, {"num_layers": 28}, (16, 72), (16384,)),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
 
@@ -184,6 +187,8 @@ SCORES = {
     **dict.fromkeys((m.kandinsky5, m.kandinsky5_pro), (VIDEO, 3, 0.5)),
     m.kandinsky6: (VIDEO, 8, 0.35),
     m.cogvideox: (VIDEO, 2, 0.1),
+    m.pixart: (IMAGE, 2, 0.1),
+    m.latte: (LatteSize(5, 192, 192), 4, 0.2),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
 

@@ -52,6 +52,7 @@ INPUTS = {
     "minimax_h3": ({"text_length": 7}, {"text_length": 7, "batch": 1}),
     "hunyuan_video": ({}, {"batch": 1}),
     "cogvideox": ({}, {"rotates": False}),
+    "allegro": ({}, {"rotates": False}, {"batch": 1, "mask": None}),
     "sd3": ({}, {"batch": 1}),
     "z_image": ({}, {"prompts": (40, 6)}),
     "kandinsky6": ({}, {"mask": "padded"}),

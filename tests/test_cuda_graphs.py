@@ -768,7 +768,7 @@ def test_a_refused_capture_holds_no_model(pair):
         gc.enable()
 
 
-@pytest.mark.parametrize("name", ["pixart", "ltx"])
+@pytest.mark.parametrize("name", ["prx", "ltx"])
 def test_a_forward_whose_module_is_gone(graphs, device, name):  # noqa: F811
     small = small_models.BY_NAME.get(name)
     model = LTX.model(device) if small is None else small.model(device)

@@ -17,6 +17,7 @@ from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, OVIS_IMAGE, Z_IM
 from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, Z_IMAGE
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
+from benchmarks.models.pixart import LATTE, PIXART
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
 from benchmarks.models.stable_diffusion import SD3, SDXL, SDXL_CHANNELS_LAST
@@ -30,6 +31,8 @@ PUBLISHED: tuple[Published, ...] = (
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
     *(CHROMA, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
+    *(CHROMA, LUMINA2, MOCHI),
+    *(COGVIDEOX, PIXART, LATTE, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )

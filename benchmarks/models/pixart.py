@@ -1,15 +1,45 @@
-"""Latte, and Hunyuan-DiT v1.2 with all of its blocks, at their published sizes."""
+"""PixArt-α and Latte, and Hunyuan-DiT v1.2 with all of its blocks, at their published sizes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from diffusers import HunyuanDiT2DModel, LatteTransformer3DModel
+from diffusers import HunyuanDiT2DModel, LatteTransformer3DModel, PixArtTransformer2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 
 from benchmarks.models.published import Given, PublishedImage, PublishedVideo, VideoSize
+
+
+class PixArt(PublishedImage):
+    key, name, tiny_name = "pixart", "PixArt-α, 8 blocks", "tiny PixArt-α"
+    cls = PixArtTransformer2DModel
+    config = {"num_layers": 8, "caption_channels": 4096, "interpolation_scale": 2}
+    published_blocks = {"transformer_blocks": 28}
+    batch = 2
+    text_tokens = 120
+    prompt_tokens, negative_tokens = 40, 1  # the rest is padding; the negative prompt is empty
+    timestep = 800
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As PixArtAlphaPipeline passes them with guidance, with a mask of the texts."""
+        config, size, device = model.config, given.size, given.device
+        latents = given.normal(1, config.in_channels, *size.unpacked)
+        lengths = (self.negative_tokens, self.prompt_tokens)
+        sides = torch.tensor([[size.height, size.width]] * 2, device=device, dtype=given.dtype)
+        return {
+            "hidden_states": torch.cat([latents, latents]),
+            "encoder_hidden_states": given.normal(2, given.text_tokens, config.caption_channels),
+            "encoder_attention_mask": torch.stack(
+                [given.text_mask(count).long() for count in lengths]
+            ),
+            "timestep": given.timesteps(2),
+            "added_cond_kwargs": {
+                "resolution": sides,
+                "aspect_ratio": sides[:, :1] / sides[:, 1:],
+            },
+        }
 
 
 class LatteSize(VideoSize):
@@ -106,4 +136,4 @@ class HunyuanDiT(PublishedImage):
         }
 
 
-LATTE, HUNYUAN_DIT = Latte(), HunyuanDiT()
+PIXART, LATTE, HUNYUAN_DIT = PixArt(), Latte(), HunyuanDiT()

@@ -31,13 +31,16 @@ IN_FULL = {
     "hunyuan_video15": "HunyuanVideo 1.5",
     "hunyuan_video": "HunyuanVideo",
     "cogvideox": "CogVideoX-5b",
+    "pixart": "PixArt-α",
+    "latte": "Latte",
+    "allegro": "Allegro",
     "cosmos": "Cosmos-Predict2 2B",
     "qwenimage21": "Qwen-Image 2.1",
     "minimax_h3": "MiniMax-H3",
     "sdxl": "Stable Diffusion XL",
     "sdxl_channels_last": "Stable Diffusion XL, channels last",
 }
-IN_PART = {"auraflow": "AuraFlow", "allegro": "Allegro"}
+IN_PART = {"auraflow": "AuraFlow"}
 TITLES = {**IN_FULL, **IN_PART}
 WEIGHTS = "peaked"  # of the models in tables and plots
 COMPILED = ("compiled", models.REGIONAL)  # of a whole model, and of its blocks

@@ -17,10 +17,10 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
     """The plan of context parallelism for a model: which of its tensors ranks split and gather.
 
     Pass it to ``enable_parallelism`` before or after :func:`inject_kernels`. Without the injection the own
-    code of Stable Diffusion 3, CogVideoX and AnyFlow would attend to each rank's own tokens only.
+    code of some models, such as CogVideoX, would attend to each rank's own tokens only; a warning says so.
 
     Args:
-        model: a HunyuanVideo, CogVideoX, Stable Diffusion 3, Z-Image or AnyFlow transformer, or another
+        model: a transformer that :func:`inject_kernels` has a plan for, or another
             model for which diffusers has a plan.
 
     Returns:

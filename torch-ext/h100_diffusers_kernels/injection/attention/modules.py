@@ -69,6 +69,7 @@ from .decision import (
 _IMAGE = QUERY_KEY_VALUE, ("norm_q", "norm_k")
 _TEXT = TEXT_QUERY_KEY_VALUE, ("norm_added_q", "norm_added_k")
 _NORMS = (*_IMAGE[1], *_TEXT[1])
+_PROJECTIONS = frozenset((*_IMAGE[0], "to_qkv", "to_kv", "to_out"))
 UNREAD: Any = object()  # an argument that was not given
 
 
@@ -432,6 +433,26 @@ def query_key_value(
     if context is None:
         return linears(x, q, k, v)
     return [linear(q, x), *linears(context, k, v)]
+
+
+def packed_projections(module: Any, x: Any, context: Tensor | None) -> Sequence[Tensor]:
+    """``query_key_value`` by the layers that diffusers' ``fuse_projections`` makes."""
+    modules = module._modules
+    if context is None:
+        return linear(modules["to_qkv"], x).chunk(3, dim=-1)
+    return linear(modules["to_q"], x), *linear(modules["to_kv"], context).chunk(2, dim=-1)
+
+
+def is_plain(module: Any, x: Any, *norms: str) -> bool:
+    """Whether an ``Attention`` of tokens x has no parts but projections and these norms. Then processors such
+    as the standard one do no more than project, apply them, rotate and attend."""
+    state = module.__dict__
+    return (
+        module._modules.keys() <= _PROJECTIONS.union(norms)
+        and not state.get("residual_connection")
+        and state.get("rescale_output_factor") == 1
+        and len(x.shape) == 3
+    )
 
 
 def _value_on_wire(config: Any, layer: Any, x: Tensor, heads: int) -> Tensor:

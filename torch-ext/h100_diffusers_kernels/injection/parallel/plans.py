@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.patch import INJECTION
@@ -19,11 +19,16 @@ def warn_before_injection(model: Any) -> None:
         logger.warning(text, type(model).__name__)
 
 
-def two_streams(model: Any, split: Callable, gather: Callable) -> dict[str, Any]:
-    """A ``ModelSpec.plan``: image and text enter the first block; the last linear layer gathers the image."""
+def two_streams(
+    model: Any,
+    split: Callable,
+    gather: Callable,
+    names: Sequence[str] = ("hidden_states", "encoder_hidden_states"),
+) -> dict[str, Any]:
+    """A ``ModelSpec.plan``: image and text, or what else ``names`` says, enter the first block; the last
+    linear layer gathers the image."""
     warn_before_injection(model)
-    streams = ("hidden_states", "encoder_hidden_states")
     return {
-        "transformer_blocks.0": {name: split(1, 3) for name in streams},
+        "transformer_blocks.0": {name: split(1, 3) for name in names},
         "proj_out": gather(gather_dim=1, expected_dims=3),
     }
