@@ -13,8 +13,7 @@ from benchmarks import models
 from benchmarks.models.bria import BRIA, FIBO
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
-from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, OVIS_IMAGE, Z_IMAGE
-from benchmarks.models.images import AURAFLOW, COSMOS, LUMINA2, Z_IMAGE
+from benchmarks.models.images import AURAFLOW, COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, Z_IMAGE
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
 from benchmarks.models.pixart import LATTE, PIXART
@@ -29,9 +28,7 @@ PUBLISHED: tuple[Published, ...] = (
     *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, AURAFLOW, ALLEGRO),
     *(HELIOS, ANYFLOW, ANYFLOW_FAR),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
-    *(CHROMA, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
-    *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
-    *(CHROMA, LUMINA2, MOCHI),
+    *(CHROMA, LONGCAT_IMAGE, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, PIXART, LATTE, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),

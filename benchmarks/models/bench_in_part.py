@@ -50,24 +50,19 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
-from benchmarks.models.bria import BRIA, FIBO, FIBO2
+from benchmarks.models.bria import FIBO2
 from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
-from benchmarks.harness import record, timing
-from benchmarks.harness.options import DEVICE, TINY, names_option
-from benchmarks.models.bria import FIBO2
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
-from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.omnigen import OMNIGEN
-from benchmarks.models.pixart import HUNYUAN_DIT, LATTE
 from benchmarks.models.pixart import HUNYUAN_DIT
 from benchmarks.models.published import Given, Published, PublishedImage
 
@@ -77,29 +72,6 @@ RUNS = 3
 WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
 DTYPE = torch.bfloat16
-
-
-class PackedImage(PublishedImage):
-    """Packed latents of one image, and its text's."""
-
-    config = {"num_layers": 2, "num_single_layers": 4}
-    timestep = 0.8
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, size, device = model.config, given.size, given.device
-        return {
-            "hidden_states": given.normal(1, size.tokens, config.in_channels),
-            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
-            "timestep": given.timesteps().to(given.dtype),
-            "img_ids": models.positions(device, 1, *size.latent).float(),
-            "txt_ids": torch.zeros(given.text_tokens, 3, device=device),
-        }
-
-
-class LongCatImage(PackedImage):
-    key, name = "longcat_image", "LongCat-Image, 2 + 4 blocks"
-    cls = transformers.LongCatImageTransformer2DModel
-    text_tokens = 512
 
 
 class ErnieImage(PublishedImage):
@@ -163,48 +135,27 @@ class PRX(PublishedImage):
         }
 
 
-class Kandinsky5(PublishedImage):
-    """A video of few frames."""
-
-    key, name = "kandinsky5", "Kandinsky 5, 4 blocks"
-    cls = transformers.Kandinsky5Transformer3DModel
-    config = {"num_visual_blocks": 4}
-    text_tokens = 256
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, device = model.config, given.device
-        frames, (height, width) = 5, given.size.unpacked
-        spaces = (frames, height // 2, width // 2)
-        return {
-            "hidden_states": given.normal(1, frames, height, width, config.in_visual_dim),
-            "encoder_hidden_states": given.normal(1, given.text_tokens, config.in_text_dim),
-            "pooled_projections": given.normal(1, config.in_text_dim2),
-            "timestep": given.timesteps().to(given.dtype),
-            "visual_rope_pos": [torch.arange(count, device=device) for count in spaces],
-            "text_rope_pos": torch.arange(given.text_tokens, device=device),
-        }
-
-
-_UNKNOWN = (LongCatImage, OvisImage, ErnieImage, PixArt, CogView4, PRX)
 _KNOWN = (
-    *(AURAFLOW, ALLEGRO, BRIA, FIBO, FIBO2, HELIOS, ANYFLOW, ANYFLOW_FAR, SANA_WM_REFINER),
-    *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6, COGVIEW3, GLM_IMAGE, EASYANIMATE, HUNYUAN_DIT),
-    *(LATTE, IDEOGRAM4, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN, MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
+    AURAFLOW,
+    FIBO2,
+    SANA_WM_REFINER,
+    COGVIEW3,
+    GLM_IMAGE,
+    EASYANIMATE,
+    HUNYUAN_DIT,
+    IDEOGRAM4,
+    JOYIMAGE,
+    JOYIMAGE_PLUS,
+    OMNIGEN,
+    MOTIF_VIDEO,
+    COSMOS3,
+    NUCLEUS_IMAGE,
 )
+_UNKNOWN = (ErnieImage, CogView4, PRX)
 MODELS = {
     entry.key: entry
     for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)
 }
-_UNKNOWN = (LongCatImage, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, FIBO2, *(cls() for cls in _UNKNOWN))}
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX, Kandinsky5)
-_ENTRIES = (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN), SANA_WM_REFINER)
-MODELS = {entry.key: entry for entry in _ENTRIES}
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, PixArt, CogView4, PRX)
-MODELS = {entry.key: entry for entry in (AURAFLOW, ALLEGRO, *(cls() for cls in _UNKNOWN))}
-_KNOWN = (AURAFLOW, HUNYUAN_DIT)
-_UNKNOWN = (LongCatImage, OvisImage, Bria, ErnieImage, CogView4, PRX, Kandinsky5)
-MODELS = {entry.key: entry for entry in (*_KNOWN, *(cls() for cls in _UNKNOWN))}
 
 
 def model_and_arguments(

@@ -1,4 +1,4 @@
-"""AuraFlow v0.3, Cosmos-Predict2, Lumina Image 2.0, Ovis-Image and Z-Image at their published sizes.
+"""Models of images at their published sizes: AuraFlow, Cosmos, Lumina 2, Z-Image and relatives of FLUX.1.
 
 Cosmos-Predict2 has all of its blocks.
 """
@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
     CosmosTransformer3DModel,
+    LongCatImageTransformer2DModel,
     Lumina2Transformer2DModel,
     OvisImageTransformer2DModel,
     ZImageTransformer2DModel,
@@ -95,6 +96,32 @@ class Lumina2(PublishedImage):
         }
 
 
+class LongCatImage(PublishedImage):
+    """LongCat-Image 6B. Guidance is a forward of its own."""
+
+    key, name, tiny_name = "longcat_image", "LongCat-Image, 3 + 6 blocks", "tiny LongCat-Image"
+    cls = LongCatImageTransformer2DModel
+    config = {"num_layers": 3, "num_single_layers": 6}
+    published_blocks = {"transformer_blocks": 10, "single_transformer_blocks": 20}
+    text_tokens = 512
+    thousandfold = ("timestep",)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As LongCatImagePipeline passes them: positions of text and image on the diagonal."""
+        config, size, device = model.config, given.size, given.device
+        of_text = torch.arange(given.text_tokens, device=device)
+        img_ids = models.positions(device, 1, *size.latent).float() + given.text_tokens
+        img_ids[:, 0] = 1
+        return {
+            "hidden_states": given.normal(1, size.tokens, config.in_channels),
+            "timestep": given.timesteps().to(given.dtype) / 1000,
+            "guidance": None,
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.joint_attention_dim),
+            "txt_ids": torch.stack([torch.zeros_like(of_text), of_text, of_text], dim=1).float(),
+            "img_ids": img_ids,
+        }
+
+
 class OvisImage(PublishedImage):
     """Ovis-Image 7B. Guidance is a forward of its own."""
 
@@ -142,4 +169,4 @@ class ZImage(PublishedImage):
 
 
 AURAFLOW, COSMOS, LUMINA2 = AuraFlow(), Cosmos(), Lumina2()
-OVIS_IMAGE, Z_IMAGE = OvisImage(), ZImage()
+LONGCAT_IMAGE, OVIS_IMAGE, Z_IMAGE = LongCatImage(), OvisImage(), ZImage()

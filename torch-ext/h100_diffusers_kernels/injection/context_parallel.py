@@ -20,8 +20,7 @@ def context_parallel_plan(model: nn.Module) -> dict[str, Any]:
     code of some models, such as CogVideoX, would attend to each rank's own tokens only; a warning says so.
 
     Args:
-        model: a transformer that :func:`inject_kernels` has a plan for, or another
-            model for which diffusers has a plan.
+        model: a transformer for which this package or diffusers has a plan; docs/several_gpus.md lists them.
 
     Returns:
         The plan. diffusers' own if it has one.
