@@ -225,19 +225,6 @@ add(
         "text_lens": torch.tensor([6, 3]),
     },
 )
-add(
-    "GlmImageTransformer2DModel",
-    {
-        **_HEADS, **_IN_OUT, "num_layers": 2, "text_embed_dim": _TEXT, "time_embed_dim": 16,
-        "condition_dim": 4, "prior_vq_quantizer_codebook_size": 16,
-    },
-    lambda: denoising(
-        image(), prior_token_id=torch.arange(8).view(2, 4),
-        prior_token_drop=torch.tensor([[False] * 4, [True] * 4]),
-        target_size=torch.tensor([[20.0, 20], [20, 30]]),
-        crop_coords=torch.tensor([[0.0, 0], [1, 1]]),
-    ),
-)
 _WAN = {
     **_HEADS, **_IN_OUT, "num_layers": 2, "ffn_dim": 96, "text_dim": _TEXT, "freq_dim": 16,
     "rope_max_seq_len": 32,

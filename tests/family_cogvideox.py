@@ -58,4 +58,5 @@ COGVIDEOX = family.Family(
     has_backends=False,
     processor="CogVideoXAttnProcessor2_0",
     fp8_calls=[6, 4, 4, 4, 0, 0, 0, 4],
+    fp8_twice=10,
 )

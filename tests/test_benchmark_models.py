@@ -75,6 +75,10 @@ WHOLE = {
     m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
     m.pixart: (0.61, {"num_layers": 28}, (16, 72), (4096,)),
     m.latte: (1.06, {"num_layers": 28}, (16, 72), (16384,)),
+    m.easyanimate: (11.8, {"num_layers": 48}, (48, 64), (13312,)),
+    m.cogview3: (2.85, {"num_layers": 30}, (64, 40), (4096,)),
+    m.cogview4: (6.37, {"num_layers": 28}, (32, 128), (4096,)),
+    m.glm_image: (6.93, {"num_layers": 30}, (32, 128), (4096,)),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (2.57, {}, None, (4096,))),
 }
 
@@ -191,6 +195,10 @@ SCORES = {
     m.cogvideox: (VIDEO, 2, 0.1),
     m.pixart: (IMAGE, 2, 0.1),
     m.latte: (LatteSize(5, 192, 192), 4, 0.2),
+    m.easyanimate: (VIDEO, 2, 0.1),
+    m.cogview3: (IMAGE, 2, 0.1),
+    m.cogview4: (IMAGE, 2, 0.25),
+    m.glm_image: (IMAGE, 2, 0.25),
     **dict.fromkeys((m.sdxl, m.sdxl_channels_last), (IMAGE, 11, 0.2)),
 }
 

@@ -436,7 +436,7 @@ def test_in_part(result_of, monkeypatch):
         return {mode: [next(seconds)] for mode in forwards} if rounds == 1 else None
 
     monkeypatch.setattr(timing, "interleave", known)
-    (measured,) = result_of(bench_in_part, "--models", "pixart", "--rounds", "1")["in_part"]
+    (measured,) = result_of(bench_in_part, "--models", "sana", "--rounds", "1")["in_part"]
     assert [list(times.values()) for times in measured["ms"]] == [[4, 2, 2], [4, 4, 1], [4, 8, 4]]
     assert measured["speedups"] == {"injected": [2, 1, 0.5], "injected+compiled": [2, 4, 1]}
     assert measured["speedup"] == {"injected": 1, "injected+compiled": 2}

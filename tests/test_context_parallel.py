@@ -53,6 +53,7 @@ INPUTS = {
     "hunyuan_video": ({}, {"batch": 1}),
     "cogvideox": ({}, {"rotates": False}),
     "allegro": ({}, {"rotates": False}, {"batch": 1, "mask": None}),
+    "easyanimate": ({}, {"batch": 1}),
     "sd3": ({}, {"batch": 1}),
     "z_image": ({}, {"prompts": (40, 6)}),
     "kandinsky6": ({}, {"mask": "padded"}),
@@ -255,6 +256,7 @@ def test_one_rank_runs_the_models_own_code(kernel, rank, name):
     [
         ("sd3", "attends to this rank's tokens only"),
         ("cogvideox", "attends to this rank's tokens only"),
+        ("easyanimate", "attends to this rank's tokens only"),
         ("hunyuan_video", "does not split the mask"),
     ],
 )

@@ -37,16 +37,14 @@ from small_models import BY_NAME, MODELS, run, to
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
-PRX, UNET, COGVIEW = (BY_NAME[name] for name in ("prx", "unet", "cogview4"))
+PRX, UNET, AUDIO = (BY_NAME[name] for name in ("prx", "unet", "stable_audio"))
+COGVIEW = BY_NAME["cogview4"]
 some_models = pytest.mark.parametrize("small", [PRX, UNET], ids=str)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # Of modules with more than one.
 NORMS_OF_A_CALL = {
     "BasicTransformerBlock": 3,
     "ResnetBlock2D": 2,
-    "EasyAnimateLayerNormZero": 2,
-    "CogView4AdaLayerNormZero": 2,
-    "CogView3PlusAdaLayerNormZeroTextImage": 2,
 }
 UNETS = (diffusers.UNet2DConditionModel, diffusers.ControlNetModel)
 MID_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
@@ -474,10 +472,10 @@ def test_compiled(kernel, device, small):
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_blocks(kernel, device):
     """Modules of a class are compiled once."""
-    model, plain, _, arguments = pair(COGVIEW, kernel, device)
+    model, plain, _, arguments = pair(AUDIO, kernel, device)
     counters = [CompileCounterWithBackend("eager") for _ in range(2)]
     for candidate, counter in zip((model, plain), counters, strict=True):
-        candidate._repeated_blocks = ["CogView4TransformerBlock"]  # diffusers names none
+        candidate._repeated_blocks = ["StableAudioDiTBlock"]  # diffusers names none
         candidate.compile_repeated_blocks(fullgraph=True, backend=counter)
     assert_alike(model, plain, arguments)
     assert counters[0].frame_count == counters[1].frame_count

@@ -1,5 +1,5 @@
-"""Configurations and arguments that only FLUX.3, Cosmos, HunyuanVideo, LTX-2 or Z-Image has, relatives of
-these, and inputs of different batch sizes."""
+"""Configurations and arguments that only FLUX.3, Cosmos, EasyAnimate, GLM-Image, HunyuanVideo, LTX-2 or
+Z-Image has, relatives of these, and inputs of different batch sizes."""
 
 import copy
 import functools
@@ -58,6 +58,7 @@ def check_values(kernel, plain, make, dtype, forward=run, samples=4):
 
 
 FLUX3, COSMOS, LTX2 = FAMILIES["flux3"], FAMILIES["cosmos"], FAMILIES.get("ltx2")
+EASYANIMATE, GLM_IMAGE = FAMILIES["easyanimate"], FAMILIES.get("glm_image")
 IMAGE_CHANNELS = 20
 IN_FULL = {"layer_norm_modulate", "gated_residual_layer_norm_modulate", "gated_residual"}
 
@@ -107,6 +108,7 @@ VARIANTS = {
     "a mask": (COSMOS, {}, masked),
     "an image as context": (COSMOS, {"img_context_dim_in": IMAGE_CHANNELS}, with_image),
     "a time step for each frame": (COSMOS, {}, steps_of_frames),
+    "norms after feed-forwards": (EASYANIMATE, {"after_norm": True}, None),
 }
 
 
@@ -126,6 +128,29 @@ def test_variants(kernel, device, variant, dtype):
     plain = family.model(device, dtype, **heads, **config)
     calls, report = check_values(kernel, plain, make, dtype, samples=6)
     assert calls.keys() >= IN_FULL
+    assert fallen_back(report) == {}
+
+
+def with_kept_image(model, arguments):
+    """The result of a forward that attends to the keys and values of one over an image without text."""
+    from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+
+    cache = GlmImageKVCache(2)
+    cache.set_mode("write")
+    image = {name: tensor[:1] for name, tensor in arguments.items()}
+    no_text = image["encoder_hidden_states"][:, :0]
+    run(model, {**image, "encoder_hidden_states": no_text, "kv_caches": cache})
+    cache.set_mode("read")
+    return run(model, {**arguments, "kv_caches": cache})
+
+
+@pytest.mark.skipif(GLM_IMAGE is None, reason="this diffusers version has no GLM-Image")
+@dtypes
+def test_kept_keys_of_glm_image(kernel, device, dtype):
+    plain = GLM_IMAGE.model(device, dtype, **heads_of(dtype))
+    make = lambda dtype, seed: GLM_IMAGE.inputs(device, dtype, seed=seed)  # noqa: E731
+    calls, report = check_values(kernel, plain, make, dtype, with_kept_image)
+    assert calls.get("attention", 0) == (0 if dtype == FLOAT32 else 4)
     assert fallen_back(report) == {}
 
 

@@ -79,10 +79,7 @@ def small_inputs(name):
 
 
 BATCHES = {name: partial(inputs_of_family, name) for name in FAMILIES} | {
-    **{
-        n: partial(small_inputs, n)
-        for n in ("unet_of_sdxl", "controlnet", "stable_audio", "cogview4")
-    },
+    **{n: partial(small_inputs, n) for n in ("unet_of_sdxl", "controlnet", "stable_audio")},
     # Tensors that only happen to be as long as the batch.
     "rope": partial(inputs_with, "cogvideox", batch=8),
     "two prompts": partial(inputs_with, "z_image", prompts=(40, 6)),

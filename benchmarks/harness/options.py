@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import models
 from benchmarks.models.bria import BRIA, FIBO
+from benchmarks.models.cogview import COGVIEW3, COGVIEW4, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from benchmarks.models.images import AURAFLOW, COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, Z_IMAGE
@@ -30,6 +31,9 @@ PUBLISHED: tuple[Published, ...] = (
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
     *(CHROMA, LONGCAT_IMAGE, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, PIXART, LATTE, SDXL, SDXL_CHANNELS_LAST),
+    *(CHROMA, LUMINA2, MOCHI),
+    *(COGVIEW3, COGVIEW4, GLM_IMAGE, EASYANIMATE),
+    *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )

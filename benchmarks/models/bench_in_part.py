@@ -9,14 +9,7 @@ A mode that fails, or captures no forward, is left out with its reason. Writes t
 where a run may have some of the models:
 
     python benchmarks/models/bench_in_part.py
-    python benchmarks/models/bench_in_part.py --models pixart,prx --modes compiled,injected
-Of such a model attention runs on the kernels, and Inductor compiles the rest. Both modes share one set of
-weights, with scores as peaked as in trained models, and take turns. The speedup is the median of RUNS runs;
-all of them are recorded. Models have a few of their blocks. Widths are diffusers' defaults, and of
-CogView4 the published ones. Writes to benchmarks/results/in_part:
-
-    python benchmarks/models/bench_in_part.py
-    python benchmarks/models/bench_in_part.py --models cogview4,prx --output /tmp/in_part.json
+    python benchmarks/models/bench_in_part.py --models sana,prx --modes compiled,injected
     python benchmarks/models/bench_in_part.py --device cpu --tiny --output /tmp/in_part.json
 
 Compilation takes most of the time, of UNets minutes. Several processes may fill Inductor's cache before;
@@ -97,26 +90,6 @@ class ErnieImage(PublishedImage):
         }
 
 
-class CogView4(PublishedImage):
-    key, name = "cogview4", "CogView4, 4 blocks"
-    cls = transformers.CogView4Transformer2DModel
-    config = {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32}
-    text_tokens = 224
-    timestep = 800
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, size = model.config, given.size
-        sides = torch.tensor([[size.height, size.width]], device=given.device, dtype=given.dtype)
-        return {
-            "hidden_states": given.normal(1, config.in_channels, *size.unpacked),
-            "encoder_hidden_states": given.normal(1, given.text_tokens, config.text_embed_dim),
-            "timestep": given.timesteps(),
-            "original_size": sides,
-            "target_size": sides,
-            "crop_coords": torch.zeros_like(sides),
-        }
-
-
 class PRX(PublishedImage):
     key, name = "prx", "PRX, 8 blocks"
     cls = transformers.PRXTransformer2DModel
@@ -151,7 +124,20 @@ _KNOWN = (
     COSMOS3,
     NUCLEUS_IMAGE,
 )
-_UNKNOWN = (ErnieImage, CogView4, PRX)
+_KNOWN = (
+    AURAFLOW,
+    FIBO2,
+    SANA_WM_REFINER,
+    HUNYUAN_DIT,
+    IDEOGRAM4,
+    JOYIMAGE,
+    JOYIMAGE_PLUS,
+    OMNIGEN,
+    MOTIF_VIDEO,
+    COSMOS3,
+    NUCLEUS_IMAGE,
+)
+_UNKNOWN = (ErnieImage, PRX)
 MODELS = {
     entry.key: entry
     for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)

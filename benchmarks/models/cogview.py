@@ -1,4 +1,4 @@
-"""CogView3+, GLM-Image and EasyAnimate 5.1 at their published sizes with fewer blocks."""
+"""CogView3+, CogView4, GLM-Image and EasyAnimate 5.1 at their published sizes with fewer blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CogView3(PublishedImage):
     published_blocks = {"transformer_blocks": 30}
     batch = 2
     text_tokens = 224  # padded without a mask
-    tiny_changes = {"pos_embed_max_size": 16}
+    tiny_changes = {"pos_embed_max_size": 64}
     timestep = 800
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
@@ -40,6 +40,29 @@ class CogView3(PublishedImage):
             "timestep": given.timesteps(2),
             "original_size": of_size["target_size"],
             **of_size,
+        }
+
+
+class CogView4(PublishedImage):
+    """CogView4 6B. Guidance takes a separate forward."""
+
+    key, name, tiny_name = "cogview4", "CogView4, 4 blocks", "tiny CogView4"
+    cls = transformers.CogView4Transformer2DModel
+    config = {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32}
+    published_blocks = {"transformer_blocks": 28}
+    text_tokens = 224  # padded to a multiple of 16, without a mask
+    timestep = 800
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As CogView4Pipeline passes them."""
+        config, of_size = model.config, sides(given, 1)
+        return {
+            "hidden_states": given.normal(1, config.in_channels, *given.size.unpacked),
+            "encoder_hidden_states": given.normal(1, given.text_tokens, config.text_embed_dim),
+            "timestep": given.timesteps(),
+            "original_size": of_size["target_size"],
+            **of_size,
+            "attention_kwargs": None,
         }
 
 
@@ -97,4 +120,5 @@ class EasyAnimate(PublishedVideo):
         }
 
 
-COGVIEW3, GLM_IMAGE, EASYANIMATE = CogView3(), GlmImage(), EasyAnimate()
+COGVIEW3, COGVIEW4, GLM_IMAGE = CogView3(), CogView4(), GlmImage()
+EASYANIMATE = EasyAnimate()

@@ -5,6 +5,7 @@ are cached. diffusers' own operations compute them on the same device, so result
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,20 @@ def _grid_axes(
     return (*[each.cos() for each in angles], *[each.sin() for each in angles])
 
 
+def _tables_forward(
+    self: Any, call: Call, hidden_states: Tensor, *, attributes: tuple[str, ...]
+) -> Any:
+    if not _is_taken(hidden_states):
+        return NotImplemented
+    own, device = call.stand_in.own_forward, hidden_states.device
+
+    def make() -> tuple[Tensor, ...]:
+        return tuple(table.to(device) for table in own(self, hidden_states))
+
+    key = ([*hidden_states.shape[2:]], *[getattr(self, name) for name in attributes])
+    return tuple(table.clone() for table in cached(call, hidden_states, key, make))
+
+
 _CACHED = "caches its frequencies"
 _EMBEDDINGS = "diffusers.models.embeddings"
 COSMOS_POSITIONS = PatchSpec(
@@ -114,3 +129,10 @@ def axial_positions(path: str) -> PatchSpec:
     """A class that computes tables of positions on several axes, like FLUX.1's."""
     function = f"{path.partition(':')[0]}:get_1d_rotary_pos_embed"
     return PatchSpec(path, _axes_forward, _CACHED, functions=(function,))
+
+
+def tables_of_sizes(path: str, *attributes: str, functions: tuple[str, ...] = ()) -> PatchSpec:
+    """A class that computes tables of positions on the CPU, from these attributes and the latents' sizes.
+    Here they are on the latents' device, to which the model's own code copies them in each block."""
+    forward = partial(_tables_forward, attributes=attributes)
+    return PatchSpec(path, forward, "caches its tables", functions=functions)
