@@ -42,11 +42,13 @@ from ..parts.linears import (
     linear,
     linear_per_sample,
     linears,
+    plain_weights,
     write_linear,
 )
 from ..parts.lora import LaterProduct, lora_products, lora_results
 from ..parts.norms import LAYER, Upcasts, apply_norm, gated_residual, norm_notes, read_norm
 from ..parts.rotary import rope_operand, split_tables
+from ..parts.streams import concat_streams
 from ..quantized.fp8_linears import LINEAR, are_fp8, has_plain_weight
 from .backend import run_own_in_parallel, sdpa_of_tokens, sdpa_with_bias
 from .decision import (
@@ -756,6 +758,26 @@ def project(
     return streams
 
 
+def project_both(call: Call, module: Any, x: Any, c: Any, rope: Any) -> list[Projections]:
+    """Of the text c, then of the image x, by the same layers. ``rope``: that of x. Both may be quantized."""
+    names = _IMAGE[1]
+    norms = ("", "") if norm_notes(module, names) else names  # no names: applied here
+    length, modules = c.shape[1], module._modules
+    to_q, to_k, to_v = layers = modules["to_q"], modules["to_k"], modules["to_v"]
+    if norms is names and plain_weights(x.dtype, *layers):
+        each: Any = [(*linears(n, to_q, to_k), (to_v, n)) for n in (c, x)]
+    elif norms is names and are_fp8(*layers):
+        each = [tuple(linears(n, *layers)) for n in (c, x)]
+    else:  # hooks and adapters get the concat, as in the model
+        joint = linears(concat_streams(call, c, x), *layers)
+        if norms is not names:
+            by_head = [y.unflatten(2, (module.heads, -1)).transpose(1, 2) for y in joint[:2]]
+            pair = [apply_norm(call, module, name, y) for name, y in zip(names, by_head)]
+            joint = [*(y.transpose(1, 2).flatten(2) for y in pair), joint[2]]
+        each = [tuple(y[:, :length] for y in joint), tuple(y[:, length:] for y in joint)]
+    return [Projections(q, k, v, norms, r) for (q, k, v), r in zip(each, (None, rope))]
+
+
 def _value_of(value: Any) -> Any:
     """The value of ``Projections``, computed."""
     if type(value) is LaterProduct:
@@ -780,11 +802,11 @@ def _write_value(value: Any, out: Tensor) -> None:
 
 
 def _joint_query_key_value(
-    call: Call, module: Any, streams: list[Projections], heads: int, config: Any
+    call: Call, module: Any, streams: list[Projections], heads: int, config: Any, layout: str
 ) -> tuple[Tensor, Tensor, Any] | None:
     """Query, key and value of two streams, concatenated: the kernel writes each stream to its slice. None if
     the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
-    context parallelism, or None."""
+    context parallelism, or None. ``layout``: of the pairs."""
     first = streams[0].query
     rotations = []
     for stream in streams:
@@ -800,7 +822,7 @@ def _joint_query_key_value(
         options = _norm_options(call, module, stream.norms, query, key, heads, "per_head")
         if options is None:
             return None
-        rotations.append((operand, options))
+        rotations.append((operand, {**options, "layout": layout}))
     for stream in streams:
         value, is_sent = stream.value, config is not None
         may_wait = not is_sent or (first.shape[0] == 1 and type(value) is not LaterProduct)
@@ -854,11 +876,14 @@ def attend_to_all(
     mask: Tensor | None = None,
     *,
     joint_rope: Any = None,
+    layout: str = "interleaved",
+    extended: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention over all tokens of the streams: their results, (B, S, H * d), concatenated.
 
-    ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``options``: see ``attend``.
+    ``joint_rope``: the rotation of all tokens, if it cannot be split by stream. ``layout``: of the pairs.
+    ``extended``: what gives key and value of more tokens. ``options``: see ``attend``.
     """
     head_dim = module.__dict__.get("head_dim") or module.inner_dim // module.heads
     heads = int(streams[0].query.shape[2]) // head_dim  # torch.jit.trace has tensors as sizes
@@ -866,14 +891,15 @@ def attend_to_all(
     config = context_parallel_of(call, module)
     if len(streams) == 2 and (call.state is not None or may_write()):
         joint = _joint_query_key_value(
-            call, module, streams, heads, config if joint_rope is None else None
+            call, module, streams, heads, config if joint_rope is None else None, layout
         )
     if joint is None:
         each = []
         alone = config if len(streams) == 1 and joint_rope is None else None
         for stream in streams:
             operands = (stream.query, stream.key, stream.rope, rotate, "per_head", heads)
-            q, k = norm_and_rotate(call, module, *operands, config=alone, names=stream.norms)
+            of_stream: Any = {"config": alone, "names": stream.norms, "layout": layout}
+            q, k = norm_and_rotate(call, module, *operands, **of_stream)
             each.append((q, k, _value_of(stream.value)))
         joint = each[0] if len(each) == 1 else [torch.cat(x, dim=1) for x in zip(*each)]
     query, key, value = joint
@@ -881,6 +907,8 @@ def attend_to_all(
         query, key = (
             rotate(x.unflatten(2, (heads, -1)), joint_rope).flatten(2) for x in (query, key)
         )
+    if extended is not None:
+        key, value = extended(key, value)
     return attend(call, module, query, key, value, mask, heads=heads, config=config, **options)
 
 
@@ -912,6 +940,24 @@ def run_joint_attention(
     if text_padding is not None:
         c_out = c_out.masked_fill(text_padding, 0)
     return project_out(module, x_out, x), project_text_out(module, c_out, c)
+
+
+def run_attention_of_both(
+    call: Call,
+    module: Any,
+    x: Any,
+    c: Any,
+    rope: Any,
+    rotate: Any,
+    mask: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The forward of an attention over text c and image x with the same layers for both: the results of x and
+    c. ``rope``: that of x. ``options``: see ``attend_to_all``."""
+    both = project_both(call, module, x, c, rope)
+    out = project_out(module, attend_to_all(call, module, both, rotate, mask, **options))
+    length = c.shape[1]
+    return out[:, length:], out[:, :length]
 
 
 def forward_with_tables(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,18 @@ from .linears import (
     linear_and_gelu,
     linear_of_concat,
 )
-from .norms import clip_to_float16
-from .streams import BlockSpec, FirstNorms, Stream, adaptive_norm, end, start
+from .norms import clip_to_float16, read_norm
+from .streams import (
+    BlockSpec,
+    FirstNorm,
+    FirstNorms,
+    Readers,
+    Stream,
+    adaptive_norm,
+    end,
+    start,
+    take_over,
+)
 
 # What reads the first norms of image and text, and that of a single block.
 IMAGE_READERS = partial(fp8_readers, "attn", QUERY_KEY_VALUE)
@@ -126,6 +136,94 @@ def single_block(
 
     is_exact = not clips or tokens[0].dtype != torch.float16
     return end(stream, hands_over=hands_over and is_exact, as_returned=as_returned)
+
+
+# --------------------------------------------------------------------------------------------------
+# One module with the norms of two streams
+
+
+class NormOfBoth(NamedTuple):
+    """An adaptive norm that a block calls with both streams and the time embedding.
+
+    Attributes:
+        name: of the module in the block.
+        rows: each stream's rows of the modulation: shift, scale, gate, and others.
+        results: each stream's results of the module: the norm, gate, and others.
+        readers: of each stream; see ``streams.Readers``.
+        norms: the name of each stream's norm in the module.
+        modulation_of: see ``adaptive_norm``.
+    """
+
+    name: str
+    rows: tuple[slice, slice]
+    results: tuple[slice, slice]
+    readers: tuple[Readers, Readers]
+    norms: tuple[str, str] = ("norm", "norm")
+    modulation_of: Callable[..., Any] | None = None
+
+    def start(self, call: Call, block: Any, tokens: tuple[Tensor, Tensor], temb: Tensor) -> Any:
+        """``streams.start`` of both streams."""
+        handed = take_over(call, block, (*tokens, temb))
+        of_next: list[Any] = []
+
+        def read(call: Call, block: Any, previous_x: Tensor, temb: Tensor, index: int) -> Any:
+            if index == 0:
+                of_next[:] = self._read(call, block, previous_x, temb)
+            return of_next[index]
+
+        both = []
+        for index, x in enumerate(tokens):
+            both.append(Stream(call, block, x, partial(read, index=index), (temb,)))
+        if handed is None:
+            self.apply(call, block, both, temb)
+        else:
+            for stream, (n, rows) in zip(both, handed):
+                stream.n, stream.rows = n, rows
+        return both
+
+    def apply(self, call: Call, block: Any, both: Sequence[Stream], temb: Tensor) -> None:
+        """Sets ``n`` and ``rows`` of both streams."""
+        norms = self._read(call, block, None, temb)
+        if norms[0] is not None:
+            for stream, norm in zip(both, norms):
+                stream.apply(norm)
+            return
+        made = block._modules[self.name](*[stream.x for stream in both], temb)
+        for stream, places in zip(both, self.results):
+            stream.n, *rows = made[places]
+            rows = [row.unsqueeze(1) if row.dim() == 2 else row for row in rows]
+            stream.rows = (None, None, *rows)  # replaced by the norm's result
+
+    def _read(self, call: Call, block: Any, previous_x: Tensor | None, temb: Tensor) -> list[Any]:
+        """The norms as functions of ``FirstNorms`` return them. Both are None if the module has to compute
+        them."""
+        options: Any = {"name": self.name, "modulation_of": self.modulation_of}
+        both = adaptive_norm(call, block, previous_x, temb, **options)
+        if type(both) is not FirstNorm:
+            return [None, None]
+        norms: list[Any] = [both.norm, both.norm]
+        if self.norms[0] != self.norms[1]:
+            norms[1] = read_norm(both.owner._modules.get(self.norms[1]))
+        pairs = both.modulation[:2], both.modulation[2:]
+        each = []
+        for norm, name, pair, places, readers in zip(
+            norms, self.norms, pairs, self.rows, self.readers
+        ):
+            rows = both.rows[places]
+            each.append(FirstNorm(norm, both.owner, name, pair, rows, readers, block))
+        return each
+
+
+def attend_to_both(
+    call: Call, block: Any, norm: NormOfBoth, tokens: Any, temb: Tensor, **arguments: Any
+) -> Any:
+    """Both streams of a block, with the result of its attention ``attn1`` added."""
+    first, second = both = norm.start(call, block, tokens, temb)
+    attn = block._modules["attn1"]
+    outs = attn(hidden_states=first.n, encoder_hidden_states=second.n, **arguments)
+    for stream, out in zip(both, outs):
+        stream.add(out, stream.rows[2])
+    return both
 
 
 # --------------------------------------------------------------------------------------------------

@@ -321,8 +321,9 @@ def plain_norm(
 # --------------------------------------------------------------------------------------------------
 # Modulation
 
-# Adaptive norms: the class, the number of rows of its modulation, and the rows of scale and shift of each
-# result; None for no shift. Families add theirs.
+# Adaptive norms: the class, the number of rows of its modulation, the rows of scale and shift of each result
+# (None for no shift), and the names of its norms, if they are not one with the name "norm". Families add
+# theirs.
 _PATH = "diffusers.models.normalization:"
 ADAPTIVE = KnownClasses(
     (KnownClass(_PATH + "AdaLayerNormZero"), 6, (1, 0)),
@@ -333,23 +334,27 @@ _SEQUENTIAL = KnownClass("torch.nn:Sequential")
 
 
 def read_adaptive(module: Any) -> tuple[int, tuple[Any, ...], Norm] | str:
-    """Number of rows, row indices and norm of an adaptive norm, or why the kernels cannot replace the module,
-    as a clause."""
+    """Number of rows, row indices and first norm of an adaptive norm, or why the kernels cannot replace the
+    module, as a clause."""
     entry = ADAPTIVE.by_class.get(type(module))
     if entry is None:
         return f"is {an(class_name(module))}"
-    known, count, places = entry
+    known, count, places, *names = entry
     if not is_stock(module, known):
         return why_not_stock(module, known)
     modules = module._modules
     if module.__dict__.get("emb", modules.get("emb")) is not None:
         return "computes its time embedding itself"
-    activation = modules.get("silu", modules.get("activation"))
-    # Chroma's norms are given their modulation.
-    if len(modules) > 1 and not is_stock(activation, SILU):
+    activation = modules.get("silu", modules.get("activation", SILU))
+    # Chroma's norms, which are given their modulation, and CogView4's have none.
+    if activation is not SILU and not is_stock(activation, SILU):
         return "has an activation other than SiLU"
-    norm = read_norm(modules.get("norm"))
-    return f"has a norm that {norm}" if isinstance(norm, str) else (count, places, norm)
+    norm: Any = None
+    for name in reversed(names or ("norm",)):
+        norm = read_norm(modules.get(name))
+        if isinstance(norm, str):
+            return f"has a norm that {norm}"
+    return count, places, norm
 
 
 def adaptive_norm(
