@@ -175,8 +175,8 @@ class ForeignBlock(Wrap):
             elif isinstance(given.get(name), dict):
                 given[name] = {key: rope * 0.5 for key, rope in given[name].items()}
             elif name in given:
-                first, second = given[name]
-                given[name] = (pytree.tree_map(lambda table: table * 0.5, first), second)
+                first, *others = given[name]
+                given[name] = (pytree.tree_map(lambda table: table * 0.5, first), *others)
         return self.wrapped(**given)
 
 

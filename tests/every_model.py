@@ -236,22 +236,6 @@ add(
         r_timestep=STEP[:, None].expand(2, 3) / 2, chunk_partition=(1, 2),
     ),
 )
-_vision = {"vision_token_shapes": [(1, 2, 2)], "vision_noisy_frame_indexes": [torch.tensor([0])]}
-add(
-    "Cosmos3OmniTransformer",
-    {
-        "head_dim": 64, "hidden_size": 128, "intermediate_size": 96, "latent_channel": 4,
-        "patch_latent_dim": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
-        "num_key_value_heads": 1, "vocab_size": 32, "rope_axes_dim": (12, 10, 10),
-    },
-    lambda: {
-        "input_ids": torch.arange(5), "text_indexes": torch.arange(5),
-        "position_ids": torch.arange(9).expand(3, 9), "und_len": 5, "sequence_length": 9,
-        "vision_tokens": [normal(1, 4, 1, 4, 4)], "vision_sequence_indexes": torch.arange(5, 9),
-        "vision_mse_loss_indexes": torch.arange(5, 9), "vision_timesteps": torch.full((4,), 500.0),
-        **_vision,
-    },
-)
 add(
     "HiDreamImageTransformer2DModel",
     {
@@ -326,28 +310,6 @@ add(
         "fourier_embedding_dim": 16,
     },
     lambda: {"hidden_states": normal(2, 6, 7), "timestep": HALF, "encoder_hidden_states": text(7)},
-)
-add(
-    "MotifVideoTransformer3DModel",
-    {
-        **_HEADS, **_IN_OUT, "num_layers": 2, "num_single_layers": 2, "num_decoder_layers": 1,
-        "mlp_ratio": 1.0, "text_embed_dim": _TEXT, "rope_axes_dim": (16, 24, 24),
-        "enable_text_cross_attention_dual": True,
-    },
-    lambda: denoising(video(), encoder_attention_mask=mask()),
-)
-add(
-    "NucleusMoEImageTransformer2DModel",
-    {
-        **_HEADS, "in_channels": 8, "out_channels": 2, "num_layers": 5,
-        "joint_attention_dim": _TEXT, "axes_dims_rope": (16, 24, 24), "mlp_ratio": 1.0,
-        "num_experts": 2, "moe_intermediate_dim": 32, "capacity_factors": 1.0,
-    },
-    lambda: denoising(
-        normal(2, 9, 8), timestep=HALF, img_shapes=[(1, 3, 3)] * 2,
-        encoder_hidden_states_mask=mask().bool(),
-    ),
-    empty=("gate_up_proj", "down_proj"),
 )
 add(
     "OmniGenTransformer2DModel",

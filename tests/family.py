@@ -132,7 +132,11 @@ class Family:
 
     def reference(self, model, arguments):
         """The result of a model without kernels in float64."""
-        return run(copy.deepcopy(model).double(), self.cast(arguments, torch.float64))
+        exact = self.in_float64(copy.deepcopy(model))
+        return run(exact, self.cast(arguments, torch.float64))
+
+    def in_float64(self, model):
+        return model.double()
 
     def __str__(self):
         return self.name

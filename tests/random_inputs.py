@@ -30,7 +30,7 @@ _with_tensors = functools.partial(
     _with, lambda given: [name for name, value in given.items() if isinstance(value, torch.Tensor)]
 )
 _with_first = functools.partial(_with, lambda given: [_floating_names(given)[0]])
-_with_timestep = functools.partial(_with, lambda given: ["timestep"])
+_with_timestep = functools.partial(_with, lambda given: {"timestep"} & given.keys())
 
 
 def offset(tensor):

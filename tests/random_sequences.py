@@ -865,7 +865,10 @@ class Twins:
         if self.graphs:
             compare_bits("the output", results["tested"], results["plain"], self.slack)
             return
-        leaves = {name: _pytree.tree_leaves(result) for name, result in results.items()}
+        leaves = {
+            name: [leaf for leaf in _pytree.tree_leaves(result) if leaf is not None]
+            for name, result in results.items()
+        }
         float32 = leaves.get("float32", [None] * len(leaves["plain"]))
         for i, tensors in enumerate(zip(leaves["tested"], leaves["plain"], float32, strict=True)):
             what = "the output" if i == 0 else "the derivative"

@@ -15,6 +15,7 @@ from diffusers.modular_pipelines.flux3 import before_denoise
 from benchmarks import models
 from benchmarks.harness import options
 from benchmarks.models import bench_models
+from benchmarks.models.cosmos3 import Cosmos3Size
 from benchmarks.models.ltx import LTXSize
 from benchmarks.models.pixart import LatteSize
 from benchmarks.models.published import ImageSize, VideoSize
@@ -46,16 +47,19 @@ WHOLE = {
     m.flux2: (32.2, {"num_layers": 8, "num_single_layers": 48}, (48, 128), (4096,)),
     m.sd3: (8.1, {"num_layers": 38}, (38, 64), (4096,)),
     m.qwenimage: (20.4, {"num_layers": 60}, (24, 128), (4096,)),
+    m.nucleus_image: (17.9, {"num_layers": 32}, (16, 128), (4096,)),
     m.wan: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
     m.wan_small: (1.4, {"num_layers": 30}, (12, 128), (32760,)),
     m.helios: (14.3, {"num_layers": 40}, (40, 128), (8640,)),
     m.anyflow: (14.3, {"num_layers": 40}, (40, 128), (32760,)),
     m.anyflow_far: (14.3, {"num_layers": 40}, (40, 128), (29640,)),
     m.cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
+    m.cosmos3: (15.2, {"num_hidden_layers": 36}, (32, 128), (27280,)),
     m.auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
     m.allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
     m.hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
     m.hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
+    m.motif_video: (2.2, {"num_layers": 12, "num_single_layers": 24}, (12, 128), (29440,)),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
     m.z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     m.flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
@@ -106,6 +110,8 @@ def test_published_size(published):
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
     elif published is m.z_image:
         assert (model.config.n_heads, model.config.dim // model.config.n_heads) == heads
+    elif published is m.cosmos3:
+        assert (model.config.num_attention_heads, model.config.head_dim) == heads
     elif published is m.lumina2:
         count = model.config.num_attention_heads
         assert (count, model.config.hidden_size // count) == heads
@@ -149,6 +155,7 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     of_kandinsky = ("time_embeddings.", "modulation.")
     parts |= {m.kandinsky6: (".modulation.",), **dict.fromkeys(KANDINSKY[:2], of_kandinsky)}
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
+    parts[m.cosmos3] = ("time_embedder.",)
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
     arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.small)
@@ -167,16 +174,19 @@ SCORES = {
     m.flux2: (IMAGE, 4, 0.05),
     m.sd3: (IMAGE, 3, 0.2),
     m.qwenimage: (IMAGE, 2, 0.05),
+    m.nucleus_image: (IMAGE, 3, 0.2),
     m.wan: (VIDEO, 2, 0.15),
     m.wan_small: (VIDEO, 2, 0.15),
     m.helios: (VIDEO, 2, 0.15),
     m.anyflow: (VIDEO, 2, 0.15),
     m.anyflow_far: (VIDEO, 0, 0),  # its self-attention is FlexAttention
     m.cosmos: (IMAGE, 2, 0.35),
+    m.cosmos3: (Cosmos3Size(8, 256, 256), 4, 0.2),
     m.auraflow: (IMAGE, 2, 0.05),
     m.allegro: (VIDEO, 2, 0.1),
     m.hunyuan_video: (VIDEO, 5, 0.15),
     m.hunyuan_video15: (VIDEO, 3, 0.15),
+    m.motif_video: (VIDEO, 6, 0.15),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (LTXSize(17, 256, 256), 4, 0.25)),
     m.z_image: (IMAGE, 6, 0.1),
     m.flux3: (IMAGE, 6, 0.15),
@@ -216,12 +226,13 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, **given):
-        # Qwen-Image 2.1 has the text's keys from a cache, before the image's.
-        own = key[..., -query.shape[-2] :, :] if published is m.qwenimage21 else key
+        # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
+        own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
+        own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
-                is_seen = attn_mask[0, 0].any(0)
+                is_seen = attn_mask[0, 0].any(0)[: own.shape[-2]]
                 scores = scores[..., is_seen, :][..., is_seen]
             stds.append(scores.std(-1).square().mean().sqrt())
         return attend(query, key, value, attn_mask=attn_mask, **given)

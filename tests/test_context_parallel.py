@@ -51,6 +51,7 @@ INPUTS = {
     "anyflow": ({}, {"batch": 1}),
     "minimax_h3": ({"text_length": 7}, {"text_length": 7, "batch": 1}),
     "hunyuan_video": ({}, {"batch": 1}),
+    "motif_video": ({}, {"batch": 1}),
     "cogvideox": ({}, {"rotates": False}),
     "allegro": ({}, {"rotates": False}, {"batch": 1, "mask": None}),
     "easyanimate": ({}, {"batch": 1}),
@@ -70,7 +71,7 @@ class Errors:
     """Errors against the float64 model, of one model's forwards and of the eager model's."""
 
     def __init__(self, family, plain):
-        self.family, self.plain, self.exact = family, plain, copy.deepcopy(plain).double()
+        self.family, self.plain, self.exact = family, plain, family.in_float64(copy.deepcopy(plain))
         self.squares = torch.zeros(3, dtype=torch.float64)
         self.known = {}
 

@@ -203,7 +203,8 @@ class Flops(FlopCounterMode):
 
 RMS_ONLY = ("krea2", "minimax_h3")
 WITHOUT_LAYER_NORMS = [family for name, family in FAMILIES.items() if name in RMS_ONLY]
-WITH_LAYER_NORMS = [family for name, family in FAMILIES.items() if name not in RMS_ONLY]
+# The norms of Cosmos 3 call no function of PyTorch's.
+WITH_LAYER_NORMS = [f for name, f in FAMILIES.items() if name not in (*RMS_ONLY, "cosmos3")]
 MODES = {  # the target of each, and models that use it
     "layer_norm": (functools.partial(Scaled, "layer_norm"), [*WITH_LAYER_NORMS, UNET]),
     "rms_norm": (functools.partial(Scaled, "rms_norm"), [LTX, *WITHOUT_LAYER_NORMS]),

@@ -1,5 +1,4 @@
-"""Configurations and arguments that only FLUX.3, Cosmos, EasyAnimate, GLM-Image, HunyuanVideo, LTX-2 or
-Z-Image has, relatives of these, and inputs of different batch sizes."""
+"""Configurations and arguments of single families, their relatives, and inputs of different batch sizes."""
 
 import copy
 import functools
@@ -437,3 +436,44 @@ def test_rows_of_more_samples(kernel, device):
     given = with_image(COSMOS.inputs(device, batch=1, seed=4), 32)
     given = {**COSMOS.inputs(device, batch=1, seed=4), **given}
     assert_close(run(model, given), run(plain, given))
+
+
+# ------------------------------------------------------------------------------------------------
+# Cosmos 3, Motif-Video, Nucleus-Image
+
+NEMOTRON = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
+WITHOUT_DECODER = {"num_decoder_layers": 0, "qk_norm": "layer_norm"}
+ONE_CROSS_ATTENTION = {"enable_text_cross_attention_dual": False, "image_embed_dim": None}
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("cosmos3", NEMOTRON),
+        ("motif_video", WITHOUT_DECODER),
+        ("motif_video", ONE_CROSS_ATTENTION),
+        ("nucleus", {"moe_enabled": False}),
+    ],
+)
+def test_configurations(kernel, device, name, config, dtype):
+    family = FAMILIES[name]
+    plain = family.model(device, dtype, **KERNEL_HEADS, **config)
+    make = lambda dtype, seed: family.inputs(device, dtype, seed=seed)  # noqa: E731
+    model, plain, report = injected(kernel, plain)
+    if dtype == FLOAT32:
+        assert_close(run(model, make(dtype, 0)), run(plain, make(dtype, 0)))
+    else:
+        assert_as_close_as_eager(model, plain, make, samples=4, dtype=dtype)
+    assert bool(fallen_back(report)) == (config is NEMOTRON)
+
+
+def test_text_cache_of_nucleus_image(kernel, device):
+    """Its hooks give attention keys and values of the text."""
+    cache = pytest.importorskip("diffusers.hooks.text_kv_cache")
+    model, plain, arguments = prepared(FAMILIES["nucleus"], device, mask="padded")
+    report = kernel.inject_kernels(model)
+    cache.apply_text_kv_cache(model, cache.TextKVCacheConfig())
+    for _ in range(2):
+        assert_close(run(model, arguments), run(plain, arguments))
+    assert fallen_back(report) == {}

@@ -169,7 +169,7 @@ def after_a_step_of_an_optimizer(family, model):
 
 
 CHANGES = {
-    "float64": lambda family, model: model.double(),
+    "float64": lambda family, model: family.in_float64(model),
     "optimizer": after_a_step_of_an_optimizer,
     "layerwise casting": with_layerwise_casting,
     "dora": with_adapter(LoraConfig, r=2, use_dora=True, init_lora_weights=False),
@@ -191,7 +191,7 @@ CHANGES = {
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
-WITHOUT_SKIP_HOOKS = ("flux2", "flux3", "krea2", "z_image", "qwenimage21")
+WITHOUT_SKIP_HOOKS = ("flux2", "flux3", "krea2", "cosmos3", "z_image", "qwenimage21")
 WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
 NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
@@ -305,7 +305,7 @@ def test_behaviour(kernel, device, family, feature):
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":
-        missing = "pad_sequence|index_put_" if feature == "vmap" else "fuse_qkv_projections|to_q"
+        missing = "pad_sequence|index_put_|scatter|fuse_qkv_projections|to_q|use_bias"
         kernel.inject_kernels(model)
         for candidate in (model, plain):
             with pytest.raises((AttributeError, RuntimeError), match=missing):

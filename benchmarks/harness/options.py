@@ -12,11 +12,14 @@ import torch
 from benchmarks import models
 from benchmarks.models.bria import BRIA, FIBO
 from benchmarks.models.cogview import COGVIEW3, COGVIEW4, EASYANIMATE, GLM_IMAGE
+from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
 from benchmarks.models.images import AURAFLOW, COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, Z_IMAGE
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
+from benchmarks.models.motif_video import MOTIF_VIDEO
+from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.pixart import LATTE, PIXART
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
@@ -31,6 +34,7 @@ PUBLISHED: tuple[Published, ...] = (
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
     *(CHROMA, LONGCAT_IMAGE, OVIS_IMAGE, BRIA, FIBO, LUMINA2, MOCHI),
     *(COGVIDEOX, PIXART, LATTE, SDXL, SDXL_CHANNELS_LAST),
+    *(MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
     *(CHROMA, LUMINA2, MOCHI),
     *(COGVIEW3, COGVIEW4, GLM_IMAGE, EASYANIMATE),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),

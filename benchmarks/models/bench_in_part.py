@@ -44,7 +44,6 @@ from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
 from benchmarks.models.bria import FIBO2
-from benchmarks.models.cogview import COGVIEW3, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
@@ -112,9 +111,6 @@ _KNOWN = (
     AURAFLOW,
     FIBO2,
     SANA_WM_REFINER,
-    COGVIEW3,
-    GLM_IMAGE,
-    EASYANIMATE,
     HUNYUAN_DIT,
     IDEOGRAM4,
     JOYIMAGE,
@@ -133,9 +129,6 @@ _KNOWN = (
     JOYIMAGE,
     JOYIMAGE_PLUS,
     OMNIGEN,
-    MOTIF_VIDEO,
-    COSMOS3,
-    NUCLEUS_IMAGE,
 )
 _UNKNOWN = (ErnieImage, PRX)
 MODELS = {

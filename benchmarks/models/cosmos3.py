@@ -21,6 +21,7 @@ class Cosmos3(PublishedVideo):
     key, name, tiny_name = "cosmos3", "Cosmos 3, 4 blocks", "tiny Cosmos 3"
     cls = Cosmos3OmniTransformer
     config = {"num_hidden_layers": 4}
+    tiny_changes = {"num_key_value_heads": 2}
     published_blocks = {"layers": 36}
     text_tokens = 256  # of the prompt, without padding
     fps = 24.0

@@ -26,7 +26,7 @@ class MotifVideo(PublishedVideo):
         "enable_text_cross_attention_single": True,
     }
     # The channels are the latent's, those of the first frame and its mask.
-    tiny_changes = {"in_channels": 9, "enable_text_cross_attention_single": True}
+    tiny_changes = {"in_channels": 9}
     published_blocks = {"transformer_blocks": 12, "single_transformer_blocks": 24}
     text_tokens, prompt_tokens = 512, 96  # the rest is padding
     sizes = (VideoSize(29, 736, 1280),)

@@ -11,21 +11,21 @@ from benchmarks.models.published import Given, PublishedImage
 
 
 class NucleusImage(PublishedImage):
-    """The first three blocks have one feed-forward, the others have experts. Guidance takes a separate
-    forward."""
+    """The first block has one feed-forward, the others have experts. Guidance takes a separate forward."""
 
-    key, name, tiny_name = "nucleus_image", "Nucleus-Image, 5 blocks", "tiny Nucleus-Image"
+    key, name, tiny_name = "nucleus_image", "Nucleus-Image, 6 blocks", "tiny Nucleus-Image"
     cls = NucleusMoEImageTransformer2DModel
     config = {
-        "num_layers": 5,
+        "num_layers": 6,
         "num_key_value_heads": 4,
         "joint_attention_dim": 4096,
-        "dense_moe_strategy": "leave_first_three_blocks_dense",
+        "dense_moe_strategy": "leave_first_block_dense",
         "num_experts": 64,
         "capacity_factors": 2.0,
         "use_grouped_mm": True,
     }
-    tiny_changes = {"mlp_ratio": 4.0, "use_grouped_mm": True}
+    tiny_changes = {"use_grouped_mm": True}
+    published_blocks = {"transformer_blocks": 32}
     text_tokens = 256  # of the prompt, without padding
     timestep = 0.8
 

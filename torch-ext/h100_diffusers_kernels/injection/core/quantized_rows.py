@@ -40,6 +40,10 @@ class QuantizedRows:
         """Some of the rows."""
         return QuantizedRows(self.values[index], self.scale[index], self.dtype, self.weights)
 
+    def contiguous(self) -> QuantizedRows:
+        values, scale = self.values.contiguous(), self.scale.contiguous()
+        return QuantizedRows(values, scale, self.dtype, self.weights)
+
     @property
     def device(self) -> torch.device:
         return self.values.device

@@ -40,13 +40,19 @@ from ..quantized.precision import ONE_LIST, PRECISIONS, TWO_LISTS
 _MODELS = "diffusers.models.transformers.transformer_"
 
 
-def _attention_forward(
-    self, call: Call, hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs
+def attention_forward(
+    self,
+    call: Call,
+    hidden_states,
+    encoder_hidden_states=None,
+    attention_mask=None,
+    *args,
+    **kwargs,
 ) -> Any:
     x, c, modules = hidden_states, encoder_hidden_states, self._modules
     spec: Any = call.stand_in.spec
     rope = kwargs.pop("image_rotary_emb", None)
-    if kwargs or c is None or not (rope is None or _is_pair_of_tables(rope)):
+    if args or kwargs or c is None or not (rope is None or is_pair_of_tables(rope)):
         return NotImplemented
     if not call.takes(x, c):
         return NotImplemented
@@ -77,7 +83,7 @@ def _attention_forward(
     return attention.project_out(self, out[:, :length]), out[:, length:]
 
 
-def _is_pair_of_tables(rope: Any) -> bool:
+def is_pair_of_tables(rope: Any) -> bool:
     is_pair = isinstance(rope, (tuple, list)) and len(rope) == 2
     return is_pair and all(isinstance(table, Tensor) and table.dim() == 2 for table in rope)
 
@@ -95,7 +101,7 @@ def _mask_of_all(mask: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _JointAttention(attention.AttentionSpec):
+class JointAttention(attention.AttentionSpec):
     """Attention of the blocks. Those of the text's refiner, of the same class, attend to the text alone.
 
     Attributes:
@@ -268,10 +274,10 @@ def _blocks(path: str, rope: str, others="args kwargs", **kind) -> tuple[BlockSp
 def _family(
     name: str, path: str, *specs, processor: str = "AttnProcessor2_0", layers=TWO_LISTS, **masks
 ) -> Family:
-    """``path``: how those of the classes begin. ``masks``: see ``_JointAttention``."""
-    joint_attention = _JointAttention(
+    """``path``: how those of the classes begin. ``masks``: see ``JointAttention``."""
+    joint_attention = JointAttention(
         "diffusers.models.attention_processor:Attention",
-        _attention_forward,
+        attention_forward,
         "qk_norm_rope",
         processor=f"{path}{processor}",
         **attention.ROTATED_ATTENTION,

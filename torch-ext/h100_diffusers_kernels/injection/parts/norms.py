@@ -223,7 +223,7 @@ def modulator_sum(modulator: Modulator) -> Any:
 
 def scale_and_shift(n: Tensor, scale: Modulator, shift: Modulator) -> Tensor:
     """``n * (1 + scale) + shift``"""
-    n = n * (1 + modulator_sum(scale))
+    n = n if scale is None else n * (1 + modulator_sum(scale))
     return n if shift is None else n + modulator_sum(shift)
 
 

@@ -542,8 +542,8 @@ class BlockSpec(PatchSpec):
     def inner(self, module: nn.Module) -> Iterator[str]:
         for name, child in module._modules.items():
             if child is not None and _INNER.fullmatch(name):
-                activation = next((n for n in ("net", "act_fn") if n in child._modules), None)
+                activation = next((n for n in ("net", "linear_in") if n in child._modules), None)
                 if activation is None and type(child) in FEED_FORWARDS.by_class:
                     continue  # the block computes all of it
-                last = {None: "", "net": ".net.0", "act_fn": ".act_fn"}[activation]
+                last = {None: "", "net": ".net.0", "linear_in": ".act_fn"}[activation]
                 yield f"{name}{last}"
