@@ -44,7 +44,6 @@ from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
 from benchmarks.models.bria import FIBO2
-from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
@@ -52,8 +51,6 @@ from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.ltx import SANA_WM_REFINER
-from benchmarks.models.motif_video import MOTIF_VIDEO
-from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.pixart import HUNYUAN_DIT
 from benchmarks.models.published import Given, Published, PublishedImage
@@ -107,19 +104,6 @@ class PRX(PublishedImage):
         }
 
 
-_KNOWN = (
-    AURAFLOW,
-    FIBO2,
-    SANA_WM_REFINER,
-    HUNYUAN_DIT,
-    IDEOGRAM4,
-    JOYIMAGE,
-    JOYIMAGE_PLUS,
-    OMNIGEN,
-    MOTIF_VIDEO,
-    COSMOS3,
-    NUCLEUS_IMAGE,
-)
 _KNOWN = (
     AURAFLOW,
     FIBO2,
