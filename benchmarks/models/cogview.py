@@ -51,7 +51,6 @@ class CogView4(PublishedImage):
     config = {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32}
     published_blocks = {"transformer_blocks": 28}
     text_tokens = 224  # padded to a multiple of 16, without a mask
-    timestep = 800
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As CogView4Pipeline passes them."""

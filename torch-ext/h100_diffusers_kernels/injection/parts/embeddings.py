@@ -101,13 +101,12 @@ def _grid_axes(
 def _tables_forward(
     self: Any, call: Call, hidden_states: Tensor, *, attributes: tuple[str, ...]
 ) -> Any:
-    if not _is_taken(hidden_states):
-        return NotImplemented
-    own, device = call.stand_in.own_forward, hidden_states.device
-
     def make() -> tuple[Tensor, ...]:
-        return tuple(table.to(device) for table in own(self, hidden_states))
+        tables = call.stand_in.own_forward(self, hidden_states)
+        return tuple(table.to(hidden_states.device) for table in tables)
 
+    if not _is_taken(hidden_states):
+        return make()
     key = ([*hidden_states.shape[2:]], *[getattr(self, name) for name in attributes])
     return tuple(table.clone() for table in cached(call, hidden_states, key, make))
 
