@@ -21,6 +21,7 @@ from torch import Tensor
 from ... import operations
 from ...operations.conditions import same_dtype_and_unit_stride
 from ..attention import modules as attention
+from ..attention.decision import shared_key_bias
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, Proxy
 from ..parts import linears, streams
@@ -104,9 +105,10 @@ def _attention_forward(
         of_text = []
     if of_text:
         key, value = (torch.cat(pair, dim=1) for pair in zip((key, value), of_text))
-    if mask is not None and mask.shape == key.shape[:2]:
-        mask = call.shared("mask", mask, lambda mask: mask[:, None, None])
     options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
+    if mask is not None and mask.shape == key.shape[:2]:
+        by_key = call.shared("mask", mask, lambda mask: mask[:, None, None])
+        options["key_bias"] = shared_key_bias(call, by_key, key, False)
     out = attention.attend(call, self, query, key, value, mask, **options)
     return attention.project_out(self, out, x)
 
