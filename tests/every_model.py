@@ -202,19 +202,6 @@ add(
     },
 )
 add(
-    "BriaFibo2Transformer2DModel",
-    {
-        "in_channels": 4, "dim": 128, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
-        "cap_feat_dim": _TEXT, "injection_layer_ids": (1,), "perceiver_num_layers": 1,
-        "min_num_gist_tokens": 2, "max_num_gist_tokens": 4, "gist_step": 1, "gist_min_text_len": 2,
-        "gist_max_text_len": 6, "axes_dims": (16, 24, 24), "axes_lens": (64, 16, 16),
-    },
-    lambda: {
-        "hidden_states": image(), "timestep": HALF, "encoder_hidden_states": normal(2, 2, 6, _TEXT),
-        "encoder_attention_mask": mask().bool(),
-    },
-)
-add(
     "ErnieImageTransformer2DModel",
     {
         **_WIDTH, **_IN_OUT, "num_layers": 2, "ffn_hidden_size": 96, "text_in_dim": _TEXT,

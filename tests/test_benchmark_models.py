@@ -69,6 +69,7 @@ WHOLE = {
     m.ovis_image: (7.3, {"num_layers": 6, "num_single_layers": 27}, (24, 128), (4096,)),
     m.bria: (3.8, {"num_layers": 8, "num_single_layers": 28}, (24, 96), (4096,)),
     m.bria_fibo: (8.3, {"num_layers": 8, "num_single_layers": 38}, (24, 128), (4096,)),
+    m.bria_fibo2: (7.7, {"n_layers": 44}, (28, 128), (4096,)),  # and 0.4 of 5 cross-attentions
     m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
     m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
     m.qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
@@ -108,7 +109,7 @@ def test_published_size(published):
         attentions = [part for part in model.modules() if type(part).__name__ == "Attention"]
         of_kinds = {(a.heads, a.inner_dim // a.heads) for a in attentions}
         assert len(attentions) == 140 and of_kinds == {(10, 64), (20, 64)}
-    elif published is m.z_image:
+    elif published in (m.z_image, m.bria_fibo2):
         assert (model.config.n_heads, model.config.dim // model.config.n_heads) == heads
     elif published is m.cosmos3:
         assert (model.config.num_attention_heads, model.config.head_dim) == heads
@@ -196,6 +197,7 @@ SCORES = {
     m.ovis_image: (IMAGE, 4, 0.2),
     m.bria: (IMAGE, 4, 0.2),
     m.bria_fibo: (IMAGE, 4, 0.2),
+    m.bria_fibo2: (IMAGE, 6, 0.45),
     m.lumina2: (IMAGE, 6, 0.15),
     m.mochi: (MochiSize(12, 192, 192), 4, 0.15),
     m.qwenimage21: (IMAGE, 2, 0.1),

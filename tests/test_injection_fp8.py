@@ -67,7 +67,7 @@ def in_batches(family, device, **options):
 
 
 # Families whose small models amplify the difference between two quantizations.
-NOISY = ("flux2", "hunyuan_video", "glm_image", "krea2", "lumina2", "z_image")
+NOISY = ("flux2", "hunyuan_video", "glm_image", "krea2", "lumina2", "z_image", "bria_fibo2")
 
 
 def slack_of(family):

@@ -85,11 +85,15 @@ def assert_explained(out, eager, plain):
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.*"]
 OF_LUMINA2 = {"attn": ATTENTION, "feed_forward": ["linear_1", "linear_2", "linear_3"]}
 OF_WAN = {f"blocks.*.attn{i}.{name}" for i in "12" for name in ATTENTION}
+OF_FIBO2 = {"attention": ATTENTION, "feed_forward": ["w1", "w2", "w3"]}
 # The layers that "fp8-fast" adds to those of "fp8", by family.
 ADDED = {
     **dict.fromkeys(WANS, OF_WAN),
     "lumina2": {f"noise_refiner.*.{k}.{name}" for k, names in OF_LUMINA2.items() for name in names},
     "z_image": {f"noise_refiner.*.attention.{name}" for name in ATTENTION},
+    "bria_fibo2": {
+        f"noise_refiner.*.{k}.{name}" for k, names in OF_FIBO2.items() for name in names
+    },
 }
 # Blocks by index that "fp8" quantizes in models of ``BLOCKS`` blocks.
 MIDDLE = {name: {count // 2} for name, count in BLOCKS.items()}

@@ -10,7 +10,7 @@ import click
 import torch
 
 from benchmarks import models
-from benchmarks.models.bria import BRIA, FIBO
+from benchmarks.models.bria import BRIA, FIBO, FIBO2
 from benchmarks.models.cogview import COGVIEW3, COGVIEW4, EASYANIMATE, GLM_IMAGE
 from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
@@ -37,6 +37,7 @@ PUBLISHED: tuple[Published, ...] = (
     *(MOTIF_VIDEO, COSMOS3, NUCLEUS_IMAGE),
     *(CHROMA, LUMINA2, MOCHI),
     *(COGVIEW3, COGVIEW4, GLM_IMAGE, EASYANIMATE),
+    *(CHROMA, OVIS_IMAGE, BRIA, FIBO, FIBO2, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),

@@ -43,7 +43,6 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
-from benchmarks.models.bria import FIBO2
 from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
@@ -106,7 +105,6 @@ class PRX(PublishedImage):
 
 _KNOWN = (
     AURAFLOW,
-    FIBO2,
     SANA_WM_REFINER,
     HUNYUAN_DIT,
     IDEOGRAM4,

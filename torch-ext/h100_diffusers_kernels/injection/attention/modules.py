@@ -659,13 +659,13 @@ def project_out(module: Any, x: Tensor, source: Any = None) -> Any:
     is_branch = type(source) is QuantizedRows
     if type(to_out) is not nn.ModuleList:
         return linear_per_sample(to_out, x, is_branch)
-    layer, dropout = to_out._modules.values()
-    has_dropout = not is_identity(dropout)
+    layer, *dropouts = to_out._modules.values()
+    dropouts = [dropout for dropout in dropouts if not is_identity(dropout)]
     if is_branch or not x.is_contiguous():
-        out = linear_per_sample(layer, x, is_branch and not has_dropout)
+        out = linear_per_sample(layer, x, is_branch and not dropouts)
     else:
         out = linear(layer, x)
-    return dropout(out) if has_dropout else out
+    return dropouts[0](out) if dropouts else out
 
 
 def project_text_out(module: Any, c: Tensor, source: Any) -> Any:

@@ -120,19 +120,28 @@ def _attention_forward(
         if mask.dim() == 2:
             mask = call.shared("mask", mask, lambda m: m[:, None, None])
         options.update(attention.key_lengths_of(call, attention_mask, mask, *x.shape[:2]))
-    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, _rope_tables)
-    return attention.run_attention(call, self, x, None, tables, _rotated, mask, options)
+    tables = None if freqs_cis is None else call.shared("tables", freqs_cis, rope_tables)
+    return attention.run_attention(call, self, x, None, tables, rotated, mask, options)
 
 
-def _rope_tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(freqs: Tensor) -> tuple[Tensor, Tensor]:
     """Complex tables (B, S, d / 2) as cosines and sines, each (B, S, 1, d / 2)."""
     return freqs.real.unsqueeze(2).contiguous(), freqs.imag.unsqueeze(2).contiguous()
 
 
-def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """x (B, S, H, d) as the processor rotates it."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.complex(*tables)).flatten(3).type_as(x)
+
+
+def feed_forward_spec(module: str) -> PatchSpec:
+    return PatchSpec(
+        f"{module}:FeedForward",
+        partial(gated_feed_forward, gate="w1", value="w3", out="w2"),
+        "swiglu",
+        functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
+    )
 
 
 def _of(module: str) -> tuple[PatchSpec, ...]:
@@ -150,12 +159,7 @@ def _of(module: str) -> tuple[PatchSpec, ...]:
             processor_parameters="hidden_states encoder_hidden_states attention_mask freqs_cis",
             rotate="",
         ),
-        PatchSpec(
-            f"{module}:FeedForward",
-            partial(gated_feed_forward, gate="w1", value="w3", out="w2"),
-            "swiglu",
-            functions=(f"{module}:FeedForward._forward_silu_gating", "torch.nn.functional:silu"),
-        ),
+        feed_forward_spec(module),
     )
 
 
