@@ -153,10 +153,6 @@ def _hunyuan_dit_inputs(**more):
 
 
 add(
-    "HunyuanDiT2DModel", {**_HUNYUAN_DIT, "num_layers": 4}, _hunyuan_dit_inputs,
-    exact=("image_rotary_emb",),
-)
-add(
     "HunyuanDiT2DControlNetModel", {**_HUNYUAN_DIT, "transformer_num_layers": 4},
     lambda: _hunyuan_dit_inputs(controlnet_cond=image(size=8)),
     exact=("image_rotary_emb",),

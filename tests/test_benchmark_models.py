@@ -78,6 +78,7 @@ WHOLE = {
     m.kandinsky5_pro: (19.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (47616,)),
     m.kandinsky6: (48.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (50220,)),
     m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
+    m.hunyuan_dit: (1.5, {}, (16, 88), (4096,)),
     m.pixart: (0.61, {"num_layers": 28}, (16, 72), (4096,)),
     m.latte: (1.06, {"num_layers": 28}, (16, 72), (16384,)),
     m.easyanimate: (11.8, {"num_layers": 48}, (48, 64), (13312,)),
@@ -205,6 +206,7 @@ SCORES = {
     **dict.fromkeys((m.kandinsky5, m.kandinsky5_pro), (VIDEO, 3, 0.5)),
     m.kandinsky6: (VIDEO, 8, 0.35),
     m.cogvideox: (VIDEO, 2, 0.1),
+    m.hunyuan_dit: (IMAGE, 2, 0.2),
     m.pixart: (IMAGE, 2, 0.1),
     m.latte: (LatteSize(5, 192, 192), 4, 0.2),
     m.easyanimate: (VIDEO, 2, 0.1),
@@ -231,13 +233,17 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
         # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
         own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
         own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
+
+    def spy(query, key, value, attn_mask=None, *more, **given):
+        # Qwen-Image 2.1 has the text's keys from a cache, before the image's.
+        own = key[..., -query.shape[-2] :, :] if published is m.qwenimage21 else key
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score
                 is_seen = attn_mask[0, 0].any(0)[: own.shape[-2]]
                 scores = scores[..., is_seen, :][..., is_seen]
             stds.append(scores.std(-1).square().mean().sqrt())
-        return attend(query, key, value, attn_mask=attn_mask, **given)
+        return attend(query, key, value, attn_mask, *more, **given)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     given = {**published.small, "size": size}

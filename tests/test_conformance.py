@@ -274,7 +274,9 @@ def cache_steps(family):
 
 
 def offloading_steps(family):
-    for kind in ("sequential", "model", "leaf_level", "block_level"):
+    kinds = ("sequential", "model", "leaf_level", "block_level")
+    # Its pooling of the text reads weights of layers, which accelerate moves away.
+    for kind in kinds[1:] if family.name == "hunyuan_dit" else kinds:
         yield from (step("offload", kind=kind), FORWARD, FORWARD, step("onload"))
 
 
@@ -754,6 +756,8 @@ def test_gradients(kernel, device, family, case):
     model.train()
     kernel.inject_kernels(model)
     if case == "checkpointing":
+        if not model._supports_gradient_checkpointing:
+            pytest.skip("diffusers has no checkpointing for this model")
         model.enable_gradient_checkpointing()
     if case in ("input", "adapters", "one layer"):
         model.requires_grad_(False)

@@ -156,7 +156,8 @@ def test_changed_layers(kernel, device, family, library):
         if library == "peft":
             adapters.add_lora(family, each)
         else:
-            adapters.quantize(each)
+            for path in family.block_lists:
+                adapters.quantize(each.get_submodule(path))
     expected = run(plain, arguments)
     assert relative_distance(expected, without) > 1e-3
     assert_close(run(model, arguments), expected)

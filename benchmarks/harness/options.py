@@ -20,7 +20,7 @@ from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
 from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
-from benchmarks.models.pixart import LATTE, PIXART
+from benchmarks.models.pixart import HUNYUAN_DIT, LATTE, PIXART
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
 from benchmarks.models.stable_diffusion import SD3, SDXL, SDXL_CHANNELS_LAST
@@ -39,6 +39,8 @@ PUBLISHED: tuple[Published, ...] = (
     *(COGVIEW3, COGVIEW4, GLM_IMAGE, EASYANIMATE),
     *(CHROMA, OVIS_IMAGE, BRIA, FIBO, FIBO2, LUMINA2, MOCHI),
     *(COGVIDEOX, SDXL, SDXL_CHANNELS_LAST),
+    *(CHROMA, LUMINA2, MOCHI),
+    *(COGVIDEOX, PIXART, LATTE, HUNYUAN_DIT, SDXL, SDXL_CHANNELS_LAST),
     *(QWENIMAGE21, MINIMAX_H3),
     *(KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )

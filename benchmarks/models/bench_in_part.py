@@ -51,7 +51,6 @@ from benchmarks.models.in_part_unets import UNETS
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.omnigen import OMNIGEN
-from benchmarks.models.pixart import HUNYUAN_DIT
 from benchmarks.models.published import Given, Published, PublishedImage
 
 COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
@@ -106,7 +105,6 @@ class PRX(PublishedImage):
 _KNOWN = (
     AURAFLOW,
     SANA_WM_REFINER,
-    HUNYUAN_DIT,
     IDEOGRAM4,
     JOYIMAGE,
     JOYIMAGE_PLUS,

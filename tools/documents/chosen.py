@@ -37,6 +37,7 @@ IN_FULL = {
     "hunyuan_video": "HunyuanVideo",
     "motif_video": "Motif-Video",
     "cogvideox": "CogVideoX-5b",
+    "hunyuan_dit": "Hunyuan-DiT v1.2",
     "pixart": "PixArt-α",
     "latte": "Latte",
     "allegro": "Allegro",
