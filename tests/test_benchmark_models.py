@@ -71,6 +71,10 @@ WHOLE = {
     m.bria_fibo: (8.3, {"num_layers": 8, "num_single_layers": 38}, (24, 128), (4096,)),
     m.bria_fibo2: (7.7, {"n_layers": 44}, (28, 128), (4096,)),  # and 0.4 of 5 cross-attentions
     m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
+    m.ideogram4: (9.3, {"num_layers": 34}, (18, 256), (4096,)),
+    m.ernie_image: (8.0, {"num_layers": 36}, (32, 128), (4096,)),
+    **dict.fromkeys((m.joyimage, m.joyimage_plus), (16.3, {"num_layers": 40}, (32, 128), (4096,))),
+    m.omnigen: (3.8, {"num_layers": 32}, (32, 96), (4096,)),
     m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
     m.qwenimage21: (7.12, {"num_layers": 32}, (32, 128), (4096,)),
     m.minimax_h3: (33.1, {"num_layers": 50}, (56, 128), (14430,)),
@@ -114,12 +118,12 @@ def test_published_size(published):
         assert (model.config.n_heads, model.config.dim // model.config.n_heads) == heads
     elif published is m.cosmos3:
         assert (model.config.num_attention_heads, model.config.head_dim) == heads
-    elif published is m.lumina2:
-        count = model.config.num_attention_heads
-        assert (count, model.config.hidden_size // count) == heads
     elif published in KANDINSKY:
         head_dim = sum(model.config.axes_dims)
         assert (model.config.model_dim // head_dim, head_dim) == heads
+    elif not hasattr(model.config, "attention_head_dim"):
+        count = model.config.num_attention_heads
+        assert (count, model.config.hidden_size // count) == heads
     else:
         assert (model.config.num_attention_heads, model.config.attention_head_dim) == heads
     assert tuple(size.tokens for size in published.sizes)[: len(tokens)] == tokens
@@ -158,6 +162,7 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     parts |= {m.kandinsky6: (".modulation.",), **dict.fromkeys(KANDINSKY[:2], of_kandinsky)}
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")
     parts[m.cosmos3] = ("time_embedder.",)
+    parts |= dict.fromkeys((m.joyimage, m.joyimage_plus), ("time_embedder.",))
     kept_parts = parts.get(published, ())
     assert kept == {n for n, _ in model.named_parameters() if any(p in n for p in kept_parts)}
     arguments = published.inputs(model, device=CPU, dtype=torch.bfloat16, **published.small)
@@ -200,6 +205,11 @@ SCORES = {
     m.bria_fibo: (IMAGE, 4, 0.2),
     m.bria_fibo2: (IMAGE, 6, 0.45),
     m.lumina2: (IMAGE, 6, 0.15),
+    m.ideogram4: (IMAGE, 2, 0.1),
+    m.ernie_image: (IMAGE, 2, 0.15),
+    m.joyimage: (IMAGE, 2, 0.1),
+    m.joyimage_plus: (IMAGE, 2, 0.1),
+    m.omnigen: (IMAGE, 2, 0.45),
     m.mochi: (MochiSize(12, 192, 192), 4, 0.15),
     m.qwenimage21: (IMAGE, 2, 0.1),
     m.minimax_h3: (MiniMaxH3Size(22, 256, 256), 4, 0.2),
@@ -229,14 +239,11 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     model, (size, count, tolerance) = tiny(published), SCORES[published]
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
-    def spy(query, key, value, attn_mask=None, **given):
+    def spy(query, key, value, attn_mask=None, *more, **given):
         # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
         own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
         own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
 
-    def spy(query, key, value, attn_mask=None, *more, **given):
-        # Qwen-Image 2.1 has the text's keys from a cache, before the image's.
-        own = key[..., -query.shape[-2] :, :] if published is m.qwenimage21 else key
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score

@@ -43,15 +43,13 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
-from benchmarks.models.ideogram4 import IDEOGRAM4
 from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
-from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.ltx import SANA_WM_REFINER
-from benchmarks.models.omnigen import OMNIGEN
 from benchmarks.models.published import Given, Published, PublishedImage
+from benchmarks.models.wan_relatives import WAN_ANIMATE2
 
 COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
 MODES = (COMPILED, "injected", models.GRAPHS, INJECTED_COMPILED)
@@ -59,29 +57,6 @@ RUNS = 3
 WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
 DTYPE = torch.bfloat16
-
-
-class ErnieImage(PublishedImage):
-    key, name = "ernie_image", "ERNIE-Image, 4 blocks"
-    cls = transformers.ErnieImageTransformer2DModel
-    config = {
-        "num_layers": 4,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "ffn_hidden_size": 12288,
-        "text_in_dim": 3072,
-    }
-    text_tokens = 128
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.latent)
-        return {
-            "hidden_states": latents.repeat(2, 1, 1, 1),
-            "timestep": given.timesteps(2).to(given.dtype),
-            "text_bth": given.normal(2, given.text_tokens, config.text_in_dim),
-            "text_lens": torch.tensor([16, given.text_tokens], device=given.device),
-        }
 
 
 class PRX(PublishedImage):
@@ -102,15 +77,8 @@ class PRX(PublishedImage):
         }
 
 
-_KNOWN = (
-    AURAFLOW,
-    SANA_WM_REFINER,
-    IDEOGRAM4,
-    JOYIMAGE,
-    JOYIMAGE_PLUS,
-    OMNIGEN,
-)
-_UNKNOWN = (ErnieImage, PRX)
+_KNOWN = (AURAFLOW, SANA_WM_REFINER, WAN_ANIMATE2)
+_UNKNOWN = (PRX,)
 MODELS = {
     entry.key: entry
     for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)
