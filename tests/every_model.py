@@ -232,19 +232,6 @@ add(
         "pooled_embeds": normal(2, 16),
     },
 )
-add(
-    "Ideogram4Transformer2DModel",
-    {
-        **_HEADS, "in_channels": 8, "num_layers": 2, "intermediate_size": 96, "adaln_dim": 16,
-        "llm_features_dim": _TEXT, "mrope_section": (12, 10, 10),
-    },
-    lambda: {
-        "hidden_states": normal(2, 10, 8), "timestep": HALF, "encoder_hidden_states": text(10),
-        "position_ids": torch.arange(10)[:, None].expand(2, 10, 3),
-        "segment_ids": torch.ones(2, 10, dtype=torch.long),
-        "indicator": torch.tensor([[3] * 4 + [2] * 6] * 2),
-    },
-)
 _JOY = {
     **_WIDTH, "in_channels": 4, "text_dim": _TEXT, "num_layers": 2, "rope_dim_list": [16, 24, 24],
 }

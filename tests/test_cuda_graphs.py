@@ -90,7 +90,7 @@ def test_models_that_wait_for_the_gpu_are_not_captured(graphs, device, name):  #
         pytest.skip("this diffusers lacks the model")
     if name == "lumina2" and device == "cpu":
         pytest.skip("an emulated graph does not notice `tolist`")
-    pair = Pair(graphs, FAMILIES[name], device)
+    pair = Pair(graphs, FAMILIES[name], device, torch.bfloat16)
     for _ in range(3):
         pair.call()
     assert pair.calls.captured == 0

@@ -191,7 +191,9 @@ CHANGES = {
     "layer skip": with_skipped_layers,
     "backward hooks": with_backward_hooks,
 }
-WITHOUT_SKIP_HOOKS = ("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21")
+WITHOUT_SKIP_HOOKS = (
+    *("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21", "ideogram4"),
+)
 WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
 NEUTRAL = {"float64", "fused projections", "backward hooks", *WITHOUT_SKIPS}
