@@ -197,17 +197,6 @@ add(
         "decoder_input_tokens": normal(2, 6, 8), "decoder_noise_time": HALF,
     },
 )
-add(
-    "ErnieImageTransformer2DModel",
-    {
-        **_WIDTH, **_IN_OUT, "num_layers": 2, "ffn_hidden_size": 96, "text_in_dim": _TEXT,
-        "rope_axes_dim": (16, 24, 24),
-    },
-    lambda: {
-        "hidden_states": image(), "timestep": STEP, "text_bth": text(),
-        "text_lens": torch.tensor([6, 3]),
-    },
-)
 _WAN = {
     **_HEADS, **_IN_OUT, "num_layers": 2, "ffn_dim": 96, "text_dim": _TEXT, "freq_dim": 16,
     "rope_max_seq_len": 32,

@@ -166,6 +166,7 @@ PREFIXES = {
     "hunyuan_video15": ({}, 2),
     "lumina2": ({"mask": "padded"}, 2),
     "z_image": ({"prompts": (70, 6)}, 4),
+    "ernie_image": ({"mask": "padded"}, 2),
 }
 
 

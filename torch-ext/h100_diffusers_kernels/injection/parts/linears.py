@@ -295,9 +295,11 @@ def swiglu_of_two(
     other: Any,
     activation: Any = torch.nn.functional.silu,
     operation: Any = operations.swiglu,
+    is_last: bool = False,
 ) -> Tensor:
     """``activation(activated(x)) * other(x)`` of two linear layers. Plain ones without bias write to one
-    buffer, for the operation that computes the same."""
+    buffer, for the operation that computes the same. ``is_last``: whether the model calls ``activated``
+    last."""
     products = weights = None
     if has_plain_weight(activated):  # otherwise ``linears`` reads the adapters
         (activated, other), found = read_active(activated, other)
@@ -307,7 +309,8 @@ def swiglu_of_two(
             products = lora_products(x.view(-1, x.shape[-1]), found)
             weights = None if products is None else [product[0] for product in products]
     if weights is None or weights[0].shape != weights[1].shape or not may_write():
-        gate, up = linears(x, activated, other)
+        layers = (other, activated) if is_last else (activated, other)
+        gate, up = linears(x, *layers)[:: -1 if is_last else 1]
         return activation(gate) * up
     size = weights[0].shape[0]
     both = x.new_empty(*x.shape[:-1], 2 * size)
@@ -321,13 +324,15 @@ def swiglu_of_two(
 
 
 def gated_feed_forward(
-    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str
+    self: Any, call: Call, x: Tensor, *, gate: str, value: str, out: str, activation: Any = ()
 ) -> Tensor:
-    """``out(silu(gate(x)) * value(x))``, by the layers with these names."""
+    """``out(silu(gate(x)) * value(x))``, by the layers with these names. ``activation``: another one, with
+    its operation, as in ``swiglu_of_two``."""
     if not call.takes(x):
         return NotImplemented
     modules = self._modules
-    return linear(modules[out], swiglu_of_two(call, x, modules[gate], modules[value]))
+    gated = swiglu_of_two(call, x, modules[gate], modules[value], *activation)
+    return linear(modules[out], gated)
 
 
 def linear_per_sample(layer: Any, x: Tensor, is_branch: bool = False) -> Any:

@@ -522,7 +522,8 @@ class BlockSpec(PatchSpec):
     def _norms(self, block: nn.Module) -> Iterator[tuple[str, Any]]:
         """Each norm of a block: its name, and its parameters or why the kernels cannot replace it."""
         for name, child in block._modules.items():
-            if child is not None and "norm" in name and name != "norm_out":
+            is_norm = "norm" in name or name.endswith("_ln")
+            if child is not None and is_norm and name != "norm_out":
                 is_adaptive = type(child) in ADAPTIVE.by_class
                 yield (
                     name,
