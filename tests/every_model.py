@@ -221,17 +221,6 @@ add(
         "pooled_embeds": normal(2, 16),
     },
 )
-_JOY = {
-    **_WIDTH, "in_channels": 4, "text_dim": _TEXT, "num_layers": 2, "rope_dim_list": [16, 24, 24],
-}
-add("JoyImageEditTransformer3DModel", _JOY, lambda: denoising(normal(2, 2, 4, 1, 4, 4)))
-add(
-    "JoyImageEditPlusTransformer3DModel", _JOY,
-    lambda: denoising(
-        normal(2, 8, 4, 1, 2, 2), encoder_hidden_states_mask=mask().float(),
-        shape_list=[[(1, 2, 2), (1, 2, 2)], [(1, 2, 2), (1, 1, 2)]],
-    ),
-)
 _KANDINSKY = {"in_text_dim": _TEXT, "in_text_dim2": 12, "time_dim": 16, "patch_size": (1, 2, 2)}
 _KANDINSKY |= {"model_dim": 128, "ff_dim": 96, "num_visual_blocks": 2, "axes_dims": (16, 24, 24)}
 add(

@@ -33,5 +33,5 @@ FAMILIES = {
 # or they copy numbers to it.
 WAITING = ("hunyuan_video15", "qwenimage21", "glm_image", "lumina2", "ideogram4")
 if torch.cuda.is_available():
-    WAITING += ("chroma", "nucleus")
+    WAITING += ("chroma", "nucleus", "joyimage", "joyimage_plus")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

@@ -18,7 +18,7 @@ from families import FAMILIES, KERNEL_HEADS, run
 # The option of each family's inputs that gives masks, if it needs one.
 MASKED = {
     **dict.fromkeys(("chroma", "qwenimage", "krea2", "mochi", "lumina2", "qwenimage21"), "padded"),
-    **dict.fromkeys(("ltx", "ltx2"), "padded"),
+    **dict.fromkeys(("ltx", "ltx2", "joyimage_plus"), "padded"),
     **dict.fromkeys(("hunyuan_video", "hunyuan_video15", "z_image")),
 }
 TEXT_LENGTH = 9

@@ -98,7 +98,8 @@ def with_adapter(config, **options):
 def with_trained_norms(family, model):
     torch.manual_seed(1)
     name = family.parts["qk_norm"].rpartition(".")[2]
-    config = LoraConfig(r=2, init_lora_weights=False, target_modules=family.lora_targets[:1])
+    targets = ["to_q" if "to_q" in family.lora_targets else family.lora_targets[0]]
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=targets)
     config.modules_to_save = [name]
     model.add_adapter(config)
     with torch.no_grad():
