@@ -260,21 +260,6 @@ add(
     lambda: {"hidden_states": normal(2, 6, 7), "timestep": HALF, "encoder_hidden_states": text(7)},
 )
 add(
-    "OmniGenTransformer2DModel",
-    {
-        **_WIDTH, "num_key_value_heads": 2, "intermediate_size": 96, "num_layers": 2,
-        "pad_token_id": 0, "vocab_size": 32, "max_position_embeddings": 64,
-        "original_max_position_embeddings": 64, "pos_embed_max_size": 8, "time_step_dim": 16,
-        "rope_scaling": {"long_factor": [1.0] * 32, "short_factor": [1.0] * 32},
-    },
-    lambda: {
-        "hidden_states": image(), "timestep": HALF, "input_ids": torch.arange(12).view(2, 6),
-        "input_img_latents": [], "input_image_sizes": {},
-        "attention_mask": torch.ones(2, 11, 11).tril(),
-        "position_ids": torch.arange(11).expand(2, 11),
-    },
-)
-add(
     "RFD4ProteinaTransformer",
     {
         "nlayers": 2, "token_dim": 128, "nheads": 2, "dim_cond": 32, "pair_repr_dim": 16,

@@ -520,6 +520,7 @@ def test_eject_gives_back_the_model(kernel, device, family, had_hooks):
     def constant():
         tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
         classes = {type(module): dict(vars(type(module))) for module in model.modules()}
+        tensors.pop("rope.inv_freq", None)  # OmniGen's own code assigns it in each forward
         identities = {name: id(tensor) for name, tensor in tensors.items()}
         processors = [
             (module.processor, dict(vars(module.processor)))

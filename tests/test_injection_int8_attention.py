@@ -24,7 +24,7 @@ BFLOAT16 = torch.bfloat16
 FLUX, WAN = FAMILIES["flux"], FAMILIES["wan"]
 MIN_TOKENS, TOKENS = 8, {"tokens": 5, "text_length": 5}
 # Their masks differ between queries.
-BY_BLOCKS = ("ideogram4",)
+BY_BLOCKS = ("ideogram4", "omnigen")
 # The families whose attention runs in 8 bits, and with which values of ``precision``: those for video with
 # heads of 128, where the attention's layers are quantized, too.
 # Whose attention runs in 8 bits with "fp8", too.

@@ -221,15 +221,19 @@ def _extent(visible: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def bounds_of_mask(mask: Tensor) -> Tensor | None:
     """``KeyBlocks.key_bounds`` by a mask (B, H, Sq, Sk), of booleans or of 0 and -inf; None if it has other
-    values, or if the keys of a query are no interval. Waits for the device."""
+    values, or if the keys of a query are no interval. Waits for the device.
+
+    Values from float16's lowest on count as -inf, if the query has a key with 0.
+    """
     batch, heads, _, keys = mask.shape
     key = torch.arange(keys, device=mask.device)
     bounds, is_read = [], []
     for some in mask.split(max(1, _ELEMENTS // (batch * heads * keys)), dim=2):
         visible = some if some.dtype == torch.bool else some == 0
-        if some.dtype != torch.bool:
-            is_read.append((visible | (some == -torch.inf)).all())
         first, end, seen = _extent(visible, key)
+        if some.dtype != torch.bool:
+            is_hidden = torch.where((seen > 0).unsqueeze(3), some <= -65504, some == -torch.inf)
+            is_read.append((visible | is_hidden).all())
         is_read.append(((end - first).clamp(min=0) == seen).all())
         bounds.append(torch.stack((first.clamp(max=keys), end), dim=3))
     return torch.cat(bounds, dim=2) if torch.stack(is_read).all() else None
