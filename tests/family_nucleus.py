@@ -4,7 +4,8 @@ import torch
 
 import family
 
-CHANNELS, TEXT_CHANNELS, EXPERTS = 8, 24, 2
+CHANNELS, TEXT_CHANNELS = 8, 24
+EXPERTS = 1  # the model's own code adds results of several in any order on a GPU
 
 
 def _finish(model):
@@ -20,7 +21,7 @@ def _finish(model):
     finish=_finish,
 )
 def nucleus_model(blocks, heads, head_dim):
-    """Blocks after the first have experts. Each takes all tokens: which ones it chooses is not continuous."""
+    """Blocks after the first have an expert. It takes all tokens: which ones it chooses is not continuous."""
     return {
         **family.sizes(blocks + 1, heads, head_dim),
         "num_key_value_heads": max(heads // 2, 1),

@@ -157,7 +157,6 @@ def test_random_weights_are_as_diffusers_loads_them(published):
     wans = ("time_embedder.", "scale_shift_table", ".norm2.")
     parts = {m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
     parts |= dict.fromkeys((m.wan, m.wan_small, m.helios, m.anyflow, m.anyflow_far), wans)
-    parts = {m.wan: wans, m.wan_small: wans, m.flux3: (".norm_q.", ".norm_k."), m.krea2: ("norm",)}
     of_kandinsky = ("time_embeddings.", "modulation.")
     parts |= {m.kandinsky6: (".modulation.",), **dict.fromkeys(KANDINSKY[:2], of_kandinsky)}
     parts[m.minimax_h3] = ("proj_in.", "time_embedder.", "proj_out.")

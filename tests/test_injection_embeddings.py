@@ -224,6 +224,19 @@ def test_frequencies_of_ltx2_are_kept(kernel, device):
     assert all(before is not None and before is after for before, after in zip(*kept, strict=True))
 
 
+def test_values_of_several_sizes_are_kept(kernel, device):
+    """Those of the latest eight, so that calls of other sizes may come in between."""
+    module, plain, _ = pair_of(kernel, device, "cogview4", "rope")
+    images = [torch.zeros(1, 4, 2 * rows, 6, device=device) for rows in range(1, 10)]
+    for image in images:
+        assert_same(module, lambda x: tuple(table.to(device) for table in plain(x)), image)
+    kept = kept_of(module)
+    module(images[1])
+    assert kept_of(module) is kept and len(kept) == 8
+    module(images[0])
+    assert kept_of(module) is not kept
+
+
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_nothing_of_a_trace_is_kept(kernel, device):
     module, plain, _ = pair_of(kernel, device, "flux", "pos_embed")

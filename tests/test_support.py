@@ -223,7 +223,7 @@ def in_training(family, model, arguments):
     out.square().sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # Those of key biases without a norm are zero, except for rounding.
-    least = 1e-8 * max(g.norm() for g in gradients)
+    least = 1e-6 * max(g.norm() for g in gradients)
     return torch.cat([g.flatten() / g.norm() for g in gradients if g.norm() > least])
 
 

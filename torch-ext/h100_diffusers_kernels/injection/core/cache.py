@@ -15,6 +15,8 @@ from .patch import Call, ThreadValue
 Values = TypeVar("Values", bound=tuple)
 
 
+# Of a module. A graph of each size is captured with its own.
+_MOST_ENTRIES = 8
 # The caller's stream, while this package captures this thread's calls into a CUDA graph.
 _callers_stream = ThreadValue()
 
@@ -38,7 +40,7 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) -> Values:
-    """``make()`` on x's device, or its cached result in this module if the arguments are equal."""
+    """``make()`` on x's device, or its cached result in this module for equal arguments."""
     stream = _callers_stream.value
     flat: list[Any] = []
     for argument in arguments:
@@ -57,12 +59,14 @@ def cached(call: Call, x: Tensor, arguments: tuple, make: Callable[[], Values]) 
     ):
         return make()
     key = (x.device, _current_stream(x.device) if stream is None else stream, *flat)
-    entry = call.stand_in.cached
-    if entry is None or entry[0] != key:
+    entries = call.stand_in.cached or {}
+    values = entries.get(key)
+    if values is None:
         # Inference tensors cannot be used by autograd later, and have no version.
         with torch.inference_mode(False), torch.no_grad():
-            entry = key, make()
+            values = make()
         # Tensors made during a capture have no values until the graph is replayed.
-        if stream is None and all(type(tensor) is Tensor for tensor in entry[1]):
-            call.stand_in.cached = entry
-    return entry[1]
+        if stream is None and all(type(tensor) is Tensor for tensor in values):
+            latest = [*entries.items()][1 - _MOST_ENTRIES :]
+            call.stand_in.cached = dict([*latest, (key, values)])
+    return values

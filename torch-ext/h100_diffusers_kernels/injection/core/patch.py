@@ -252,7 +252,7 @@ class StandIn:
         had_attribute: whether the class's forward was stored on the module before.
         count: the module's calls.
         reported: the reasons in the report for which parts of the module run the model's own code.
-        cached: the entry of ``cache.cached``, or None.
+        cached: the entries of ``cache.cached``, or None.
     """
 
     __slots__ = (
