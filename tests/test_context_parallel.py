@@ -259,6 +259,7 @@ def test_one_rank_runs_the_models_own_code(kernel, rank, name):
         ("cogvideox", "attends to this rank's tokens only"),
         ("easyanimate", "attends to this rank's tokens only"),
         ("hunyuan_video", "does not split the mask"),
+        ("motif_video", "does not split the mask"),
     ],
 )
 @in_ranks
