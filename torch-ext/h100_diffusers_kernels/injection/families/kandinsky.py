@@ -47,6 +47,11 @@ QUERY_KEY_VALUE = ("to_query", "to_key", "to_value")
 _TOKENS = 64  # of a block of NABLA
 
 
+def _key(call: Call, name: str, x: Any, *others: Any) -> Any:
+    """A name for ``call.shared`` of one of several x. Compiled code would have a graph for each."""
+    return name if call.state is None else (name, id(x), *others)
+
+
 def modulation(call: Call, module: Any, temb: Tensor) -> Tensor:
     """All rows, (B, 1, N * D), in float32, in which the blocks compute with them."""
     entry, modules = MODULATIONS.by_class.get(type(module)), module._modules
@@ -54,9 +59,9 @@ def modulation(call: Call, module: Any, temb: Tensor) -> Tensor:
     if known and is_stock(modules.get("activation"), linears.SILU):
         weight = linears.below_adapters(layer)._parameters.get("weight")
         if weight is not None and weight.dtype.is_floating_point:
-            key = id(temb), weight.dtype
-            x = call.shared(("temb", *key), temb, lambda temb: temb.to(weight.dtype))
-            made: Any = streams.linear_of_silu(call, layer, x, None, ("silu", *key))
+            cast = lambda temb: temb.to(weight.dtype)  # noqa: E731
+            x = call.shared(_key(call, "temb", temb, weight.dtype), temb, cast)
+            made: Any = streams.linear_of_silu(call, layer, x, None, _key(call, "silu", x))
             return made.float().unsqueeze(1)
     return module(temb).float().unsqueeze(1)
 
@@ -255,7 +260,7 @@ def _tables(call: Call, rope: Any, x: Any, config: Any) -> Any:
         sin = torch.stack((-rope[..., 0, 1], rope[..., 1, 0]), dim=-1)
         return rope.diagonal(dim1=-2, dim2=-1).flatten(-2).contiguous(), sin.flatten(-2)
 
-    return call.shared(("tables", id(rope), count), rope, make)
+    return call.shared(_key(call, "tables", rope, count), rope, make)
 
 
 def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -291,7 +296,10 @@ def plan(
 
 
 block_spec = partial(streams.BlockSpec, upcasts=Upcasts.TO_NEXT_LINEAR)
-attention_spec = partial(attention.AttentionSpec, operations="qk_norm_rope", rotate="apply_rotary")
+# Of all ranks' tokens the model's own code has the masks, and rotations.
+attention_spec = partial(
+    attention.AttentionSpec, operations="qk_norm_rope", rotate="apply_rotary", splits_masks=False
+)
 ONCE = (
     *("time_embeddings", "text_embeddings", "pooled_text_embeddings", "visual_embeddings"),
     *("text_rope_embeddings", "visual_rope_embeddings", "out_layer"),
