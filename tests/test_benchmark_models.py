@@ -188,7 +188,7 @@ SCORES = {
     m.anyflow_far: (VIDEO, 0, 0),  # its self-attention is FlexAttention
     m.cosmos: (IMAGE, 2, 0.35),
     m.cosmos3: (Cosmos3Size(8, 256, 256), 4, 0.2),
-    m.auraflow: (IMAGE, 2, 0.05),
+    m.auraflow: (IMAGE, 4, 0.05),
     m.allegro: (VIDEO, 2, 0.1),
     m.hunyuan_video: (VIDEO, 5, 0.15),
     m.hunyuan_video15: (VIDEO, 3, 0.15),

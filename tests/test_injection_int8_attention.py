@@ -227,7 +227,7 @@ def test_copies_and_pipelines(kernel, device):
 # Models in part, compiled models, graphs, ranks
 
 
-@pytest.mark.parametrize("name", ["prx", "unet", "auraflow", "stable_audio"])
+@pytest.mark.parametrize("name", ["prx", "unet", "stable_audio"])
 def test_in_part(kernel, device, name, attentions):
     """Processors that call diffusers' dispatch, and PyTorch's attention."""
     small = BY_NAME[name]

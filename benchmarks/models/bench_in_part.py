@@ -43,7 +43,6 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
-from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
@@ -77,7 +76,7 @@ class PRX(PublishedImage):
         }
 
 
-_KNOWN = (AURAFLOW, SANA_WM_REFINER, WAN_ANIMATE2)
+_KNOWN = (SANA_WM_REFINER, WAN_ANIMATE2)
 _UNKNOWN = (PRX,)
 MODELS = {
     entry.key: entry

@@ -42,10 +42,6 @@ IN_FULL = {
     "hunyuan_video": "HunyuanVideo",
     "motif_video": "Motif-Video",
     "cogvideox": "CogVideoX-5b",
-    "hunyuan_dit": "Hunyuan-DiT v1.2",
-    "pixart": "PixArt-α",
-    "latte": "Latte",
-    "allegro": "Allegro",
     "cosmos": "Cosmos-Predict2 2B",
     "cosmos3": "Cosmos 3",
     "qwenimage21": "Qwen-Image 2.1",
@@ -53,7 +49,7 @@ IN_FULL = {
     "sdxl": "Stable Diffusion XL",
     "sdxl_channels_last": "Stable Diffusion XL, channels last",
 }
-IN_PART = {"auraflow": "AuraFlow"}
+IN_PART = {"auraflow": "AuraFlow", "allegro": "Allegro"}
 TITLES = {**IN_FULL, **IN_PART}
 WEIGHTS = "peaked"  # of the models in tables and plots
 COMPILED = ("compiled", models.REGIONAL)  # of a whole model, and of its blocks
