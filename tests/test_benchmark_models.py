@@ -61,6 +61,7 @@ WHOLE = {
     m.hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
     m.motif_video: (2.2, {"num_layers": 12, "num_single_layers": 24}, (12, 128), (29440,)),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
+    m.sana_wm_refiner: (18.9, {"num_layers": 48}, (32, 128), (2640,)),
     m.z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     m.flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     m.krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
@@ -194,6 +195,7 @@ SCORES = {
     m.hunyuan_video15: (VIDEO, 3, 0.15),
     m.motif_video: (VIDEO, 6, 0.15),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (LTXSize(17, 256, 256), 4, 0.25)),
+    m.sana_wm_refiner: (LTXSize(17, 256, 256), 2, 0.25),
     m.z_image: (IMAGE, 6, 0.1),
     m.flux3: (IMAGE, 6, 0.15),
     m.krea2: (IMAGE, 6, 0.15),
@@ -239,10 +241,10 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, *more, **given):
-        # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
-        own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
+        # Some have keys of the text or of a cache before the image's, Nucleus-Image after them.
+        has_others = published in (m.qwenimage21, m.cosmos3, m.sana_wm_refiner)
+        own = key[..., -query.shape[-2] :, :] if has_others else key
         own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
-
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5
             if attn_mask is not None and attn_mask.dtype == torch.bool:  # padding has no score

@@ -46,7 +46,6 @@ from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, nam
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
-from benchmarks.models.ltx import SANA_WM_REFINER
 from benchmarks.models.published import Given, Published, PublishedImage
 from benchmarks.models.wan_relatives import WAN_ANIMATE2
 
@@ -76,7 +75,7 @@ class PRX(PublishedImage):
         }
 
 
-_KNOWN = (SANA_WM_REFINER, WAN_ANIMATE2)
+_KNOWN = (WAN_ANIMATE2,)
 _UNKNOWN = (PRX,)
 MODELS = {
     entry.key: entry
