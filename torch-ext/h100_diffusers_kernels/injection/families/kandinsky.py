@@ -218,11 +218,13 @@ def _attend_by_blocks(
     if out is not None:
         return out
     query, key, value = (x.unflatten(2, (heads, -1)) for x in (query, key, value))
-    make, pair = call.stand_in.functions[-1].function, (query, key)
-    if make.__name__ == "nabla_block_mask":  # it takes (B, H, S, d)
+    pair, backend = (query, key), "flex"
+    if hasattr(type(processor), "_attention_backend"):  # Kandinsky 5's
+        backend = processor._attention_backend
+    else:
         pair = query.transpose(1, 2), key.transpose(1, 2)
-    options = {"attn_mask": make(*pair, near, thr=threshold)}
-    options["backend"] = getattr(processor, "_attention_backend", "flex")
+    mask = call.stand_in.functions[-1].function(*pair, near, thr=threshold)
+    options = {"attn_mask": mask, "backend": backend}
     options["parallel_config"] = processor._parallel_config
     out = dispatch_of(call.stand_in.spec)(query, key, value, **options)
     return out.flatten(2, 3).type_as(query)
