@@ -159,7 +159,7 @@ def test_all_models_are_of_one_card_and_build(tmp_path):
     figures = {
         "families_over_eager": "1.50 to 2.00",
         "families_over_compiled": "1.20",
-        "in_part_over_eager": "1.50",
+        "models_count": "3",
     }
     assert {name: figure(name, tmp_path) for name in figures} == figures
     keep_model(tmp_path, "qwenimage", faster, "bbbbbbb", 14)

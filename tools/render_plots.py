@@ -184,19 +184,13 @@ def models(results: Path) -> Figure | None:
     if not measured:
         return None
     rows: list[tuple[str, dict[str, float]]] = []
-    for heading, names in (
-        ("replaced in full", chosen.IN_FULL),
-        ("replaced in part", chosen.IN_PART),
-    ):
-        group = []
-        for name in names:
-            for forward in chosen.forwards(measured.get(name)):
-                if forward.eager and forward.over_eager:
-                    speedups = {"injected": forward.over_eager}
-                    if forward.compiled:
-                        speedups["compiled"] = forward.eager / forward.compiled
-                    group.append((f"{chosen.TITLES[name]}, {size_name(forward.size)}", speedups))
-        rows += [(heading, {}), *group] if group else []
+    for name, title in chosen.TITLES.items():
+        for forward in chosen.forwards(measured.get(name)):
+            if forward.eager and forward.over_eager:
+                speedups = {"injected": forward.over_eager}
+                if forward.compiled:
+                    speedups["compiled"] = forward.eager / forward.compiled
+                rows.append((f"{title}, {size_name(forward.size)}", speedups))
     device = next(iter(measured.values()))["environment"]["device"]
     return _bars(rows, ("compiled", "injected"), f"one forward on an {device}")
 

@@ -8,52 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import models
-from benchmarks.harness import history
+from benchmarks.harness import history, options
 
 FAMILIES = ("norm", "gated_residual", "rope", "activation", "softmax", "group_norm")
-# Models that injection replaces in full, and in part because it knows no family of them.
-IN_FULL = {
-    "ltx": "LTX-Video 2B",
-    "flux": "FLUX.1",
-    "flux2": "FLUX.2",
-    "sd3": "Stable Diffusion 3.5 Large",
-    "qwenimage": "Qwen-Image",
-    "nucleus_image": "Nucleus-Image",
-    "joyimage": "JoyImage-Edit",
-    "joyimage_plus": "JoyImage-Edit-Plus",
-    "wan": "Wan 2.1 14B",
-    "wan_small": "Wan 2.1 1.3B",
-    "ltx2": "LTX-2",
-    "ltx2_distilled": "LTX-2 distilled",
-    "z_image": "Z-Image",
-    "ideogram4": "Ideogram 4",
-    "ernie_image": "ERNIE-Image",
-    "omnigen": "OmniGen",
-    "flux3": "FLUX.3",
-    "krea2": "Krea 2",
-    "chroma": "Chroma",
-    "ovis_image": "Ovis-Image",
-    "bria": "Bria",
-    "bria_fibo": "FIBO",
-    "bria_fibo2": "FIBO 2",
-    "lumina2": "Lumina 2",
-    "mochi": "Mochi",
-    "hunyuan_video15": "HunyuanVideo 1.5",
-    "hunyuan_video": "HunyuanVideo",
-    "motif_video": "Motif-Video",
-    "cogvideox": "CogVideoX-5b",
-    "pixart": "PixArt-α",
-    "latte": "Latte",
-    "hunyuan_dit": "Hunyuan-DiT v1.2",
-    "cosmos": "Cosmos-Predict2 2B",
-    "cosmos3": "Cosmos 3",
-    "qwenimage21": "Qwen-Image 2.1",
-    "minimax_h3": "MiniMax-H3",
-    "sdxl": "Stable Diffusion XL",
-    "sdxl_channels_last": "Stable Diffusion XL, channels last",
-}
-IN_PART = {"auraflow": "AuraFlow", "allegro": "Allegro"}
-TITLES = {**IN_FULL, **IN_PART}
+# Models that injection replaces in full.
+TITLES = {p.key: re.sub(r", [\d +]+ blocks", "", p.name) for p in options.PUBLISHED}
 WEIGHTS = "peaked"  # of the models in tables and plots
 COMPILED = ("compiled", models.REGIONAL)  # of a whole model, and of its blocks
 # A peer this many times slower than eager PyTorch does not run as intended.

@@ -43,26 +43,21 @@ VIDEO_MODES = {
 def rows_of_models(
     results: Path, cells: Callable[[dict, chosen.Forward], list[str]]
 ) -> list[list[str]]:
-    """A row a forward of all models, those in full first; the cells after the name are `cells`' of it.
+    """A row a forward of all models; the cells after the name are `cells`' of it.
 
     All are of one card and build. A model that this build did not measure has a row that says so.
     """
     measured = chosen.of_one_build(results)
     rows: list[list[str]] = []
-    for title, names in (
-        ("**Replaced in full**", chosen.IN_FULL),
-        ("**Replaced in part**", chosen.IN_PART),
-    ):
-        rows.append([title])
-        for name in names:
-            if name not in measured:
-                rows.append([chosen.TITLES[name], NOT_MEASURED])
-                continue
-            result = measured[name]
-            rows += [
-                [f"{result['model']}, {size_name(forward.size)}", *cells(result, forward)]
-                for forward in chosen.forwards(result)
-            ]
+    for name, title in chosen.TITLES.items():
+        if name not in measured:
+            rows.append([title, NOT_MEASURED])
+            continue
+        result = measured[name]
+        rows += [
+            [f"{result['model']}, {size_name(forward.size)}", *cells(result, forward)]
+            for forward in chosen.forwards(result)
+        ]
     return rows
 
 
@@ -83,17 +78,14 @@ def summary_models(results: Path) -> str:
 
 @table
 def models_in_detail(results: Path) -> str:
-    """Random weights, the GPU's other time, the distance from float32, and CUDA graphs, of each model."""
+    """The GPU's other time, the distance from float32, and CUDA graphs, of each model."""
 
-    def cells(result: dict, forward: chosen.Forward) -> list[str]:
-        of_random = {f.size: f for f in chosen.forwards(result, "random")}[forward.size]
-        ratios = [of_random.over_eager, of_random.over_compiled]
-        ratios += [forward.rest_over_eager, forward.rest_over_compiled]
-        ratios += [forward.distance_over_eager, forward.graphs_over_injected]
+    def cells(_: dict, forward: chosen.Forward) -> list[str]:
+        ratios = (forward.rest_over_eager, forward.rest_over_compiled)
+        ratios += (forward.distance_over_eager, forward.graphs_over_injected)
         return [times(ratio) for ratio in ratios]
 
-    headers = ["model and input", "random weights: over eager", "over torch.compile"]
-    headers += ["other GPU time: of eager's", "of torch.compile's"]
+    headers = ["model and input", "other GPU time: of eager's", "of torch.compile's"]
     headers += ["distance from float32: of eager's", "CUDA graphs over injected"]
     measured = chosen.of_one_build(results).values()
     return markdown(rows_of_models(results, cells), headers) + setup(*measured)
@@ -117,20 +109,27 @@ def in_part(results: Path) -> str:
     return markdown(rows, headers) + setup(*measured["runs"])
 
 
-def injected_over(results: Path, names: Iterable[str], other: str) -> str:
+# HunyuanVideo 1.5's default attention has a dense mask.
+def families_over(results: Path, other: str) -> str:
     """Of the table of all models."""
     measured = chosen.of_one_build(results)
-    shown = [f for name in names if name in measured for f in chosen.forwards(measured[name])]
+    shown = [
+        forward
+        for name, result in measured.items()
+        if name != "hunyuan_video15"
+        for forward in chosen.forwards(result)
+    ]
     return span([getattr(forward, f"over_{other}") for forward in shown])
 
 
-# HunyuanVideo 1.5's default attention has a dense mask.
-of_full = [name for name in chosen.IN_FULL if name != "hunyuan_video15"]
-for label, names in {"families": of_full, "in_part": list(chosen.IN_PART)}.items():
-    for other in ("eager", "compiled"):
-        FIGURES[f"{label}_over_{other}"] = functools.partial(
-            injected_over, names=names, other=other
-        )
+for other in ("eager", "compiled"):
+    FIGURES[f"families_over_{other}"] = functools.partial(families_over, other=other)
+
+
+@figure
+def models_count(results: Path) -> str:
+    """Kinds of models that run in full and were measured."""
+    return str(len(chosen.of_one_build(results)))
 
 
 @figure
