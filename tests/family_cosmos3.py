@@ -1,5 +1,8 @@
 """Small Cosmos 3 models for the tests of all families."""
 
+import inspect
+
+import diffusers
 import torch
 
 import family
@@ -122,3 +125,9 @@ COSMOS3 = _Cosmos3(
     main="vision_tokens",
     fp8_calls=[8, 6, 2, 0, 0, 0, 0, 4],
 )
+# Axes of small heads cannot be chosen in older versions of diffusers.
+if (
+    "rope_axes_dim"
+    not in inspect.signature(getattr(diffusers, "Cosmos3OmniTransformer", object)).parameters
+):
+    del COSMOS3

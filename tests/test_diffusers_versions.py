@@ -93,6 +93,12 @@ RELATIVES = {
         control_inputs(device),
     ),
 }
+# With the newest diffusers alone: test_every_model.py runs them.
+OF_EVERY_MODEL = {
+    *("AnyFlowFARTransformer3DModel", "SanaWMLTX2RefinerTransformer3DModel"),
+    *("Kandinsky5Transformer3DModel", "Kandinsky6SRTransformer3DModel"),
+    *("HunyuanDiT2DControlNetModel", "Cosmos3OmniTransformer"),
+}
 MODELS = [
     *((name, option) for name, family in FAMILIES.items() for option in family.options),
     # Older versions of diffusers do not have all of them.
@@ -117,7 +123,8 @@ def test_every_known_model_is_tried(kernel, device):
     tried = {type(make(name, option, device)[0]).__name__ for name, option in first.items()}
     inject = sys.modules[kernel.inject_kernels.__module__]
     known = [model.path.partition(":")[2] for each in inject.FAMILIES for model in each.models]
-    assert tried == {name for name in known if hasattr(diffusers, name)}
+    known = {name for name in known if hasattr(diffusers, name)}
+    assert tried <= known and known - tried <= OF_EVERY_MODEL
 
 
 @pytest.mark.parametrize(("name", "option"), MODELS)
@@ -159,7 +166,7 @@ def test_changed_layers(kernel, device, family, library):
             for path in family.block_lists:
                 adapters.quantize(each.get_submodule(path))
     expected = run(plain, arguments)
-    assert relative_distance(expected, without) > 1e-3
+    assert relative_distance(expected, without) > 1e-4
     assert_close(run(model, arguments), expected)
     kernel.eject_kernels(model)
     assert torch.equal(run(model, arguments), expected)

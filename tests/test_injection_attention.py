@@ -9,6 +9,8 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 
 import ltx_models
 from checks import relative_distance
+from families import FAMILIES, prepared
+from families import run as family_run
 from injected_pairs import BFLOAT16, assert_alike, assert_gradients_agree, pair, reasons_of
 from ltx_models import KernelCalls, calls_of, inputs, kernel_calls, run, transformer
 
@@ -193,3 +195,16 @@ def test_unexpected_attention_kwargs(kernel, device, caplog):
         messages.append([message for message in said if "nonsense" in message])
     assert messages[0] == messages[1]
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("head_dim", "is_used"), [(40, False), (48, True)])
+def test_heads_without_a_fast_norm(kernel, device, head_dim, is_used):
+    """``qk_norm_rope`` takes 16 elements of a head at once in 16 bits. Norms of other heads are operations of
+    their own."""
+    model, plain, arguments = prepared(
+        FAMILIES["cogview3"], device, torch.bfloat16, config={"heads": 2, "head_dim": head_dim}
+    )
+    kernel.inject_kernels(model)
+    operations = kernel_calls(family_run, model, arguments)
+    assert any(operation.startswith("qk_norm_rope") for operation in operations) == is_used
+    assert relative_distance(family_run(model, arguments), family_run(plain, arguments)) < 0.02

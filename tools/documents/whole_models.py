@@ -81,8 +81,8 @@ def models_in_detail(results: Path) -> str:
     """The GPU's other time, the distance from float32, and CUDA graphs, of each model."""
 
     def cells(_: dict, forward: chosen.Forward) -> list[str]:
-        ratios = (forward.rest_over_eager, forward.rest_over_compiled)
-        ratios += (forward.distance_over_eager, forward.graphs_over_injected)
+        ratios = [forward.rest_over_eager, forward.rest_over_compiled]
+        ratios += [forward.distance_over_eager, forward.graphs_over_injected]
         return [times(ratio) for ratio in ratios]
 
     headers = ["model and input", "other GPU time: of eager's", "of torch.compile's"]

@@ -508,6 +508,12 @@ def _norm_options(
     return options
 
 
+def _has_fast_heads(x: Tensor, heads: int) -> bool:
+    """Whether ``qk_norm_rope`` has a fast kernel for the heads of x (B, S, H * d): a thread takes 16 elements
+    of 16 bits. Single operations are faster than its general kernel."""
+    return x.element_size() != 2 or x.shape[2] // heads % 16 == 0
+
+
 def norm_and_rotate(
     call: Call,
     module: Any,
@@ -544,8 +550,9 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand, key_operand = form == "per_head", None, None
-    if query.shape == key.shape or (
-        query.shape[0] == key.shape[0]
+    if _has_fast_heads(query, heads) and (
+        query.shape == key.shape
+        or query.shape[0] == key.shape[0]
         and (
             key_rope is not None or (per_head and (rope is None or query.shape[1] == key.shape[1]))
         )
@@ -808,6 +815,8 @@ def _joint_query_key_value(
     the kernel does not take one of them. Values computed here are stored in ``streams``. ``config``: of
     context parallelism, or None. ``layout``: of the pairs."""
     first = streams[0].query
+    if not _has_fast_heads(first, heads):
+        return None
     rotations = []
     for stream in streams:
         query, key = stream.query, stream.key

@@ -89,7 +89,7 @@ def fp8_weight(layer: Any, is_traced: bool | None = None) -> Fp8Weight | None:
         is_traced = torch.compiler.is_dynamo_compiling()
     stand_in = None if is_traced else getattr(layer.__dict__.get("forward"), "__self__", None)
     checked = stand_in.cached if type(stand_in) is StandIn else None
-    ids = id(weight), id(scale), id(bias)
+    ids: Any = None if is_traced else (id(weight), id(scale), id(bias))
     if checked is None or checked[0]() is not values or checked[1:] != ids:
         if not _are_operands(weight, values, scale, bias, is_traced):
             return None
