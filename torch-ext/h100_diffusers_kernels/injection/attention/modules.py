@@ -550,7 +550,7 @@ def norm_and_rotate(
     if rope is module._modules.get(names[0]) is module._modules.get(names[1]) is None:
         return query, key
     per_head, operand, key_operand = form == "per_head", None, None
-    if _has_fast_heads(query, heads) and (
+    if (not per_head or _has_fast_heads(query, heads)) and (
         query.shape == key.shape
         or query.shape[0] == key.shape[0]
         and (
