@@ -144,7 +144,7 @@ def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA 
     history.store(f"models/{name}", {**result, "environment": environment}, folder)
 
 
-def test_all_models_are_of_one_card_and_build(tmp_path):
+def test_a_table_of_models_is_of_one_card_and_build(tmp_path):
     forward = made_up_forward(**{models.REGIONAL: 48.0})
     faster = made_up_forward(20.0, **{models.REGIONAL: 22.0})
     for minute, name in enumerate(("ltx", "flux", "auraflow")):
@@ -153,35 +153,34 @@ def test_all_models_are_of_one_card_and_build(tmp_path):
     keep_model(tmp_path, "sd3", faster, "bbbbbbb", 11)
     keep_model(tmp_path, "wan", faster, "aaaaaaa", 12, device="NVIDIA H100 80GB HBM3")
     keep_model(tmp_path, "ltx", made_up_forward(30.0), "aaaaaaa", 13)
-    assert set(chosen.of_one_build(tmp_path)) == {"ltx", "flux", "auraflow"}
-    cells = [row for row in rows_of(tmp_path, "summary_models") if row[3]]
-    assert [row[3] for row in cells] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
+    groups = [set(group) for group in chosen.by_build(tmp_path)]
+    assert groups == [{"ltx", "flux", "auraflow"}, {"wan"}, {"sd3"}]
+    injected = [row[3] for row in rows_of(tmp_path, "summary_models") if row[3].endswith(" ms")]
+    assert injected[:3] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
     figures = {
-        "families_over_eager": "1.50 to 2.00",
-        "families_over_compiled": "1.20",
-        "models_count": "3",
+        "families_over_eager": "1.50 to 3.00",
+        "families_over_compiled": "1.10 to 1.20",
     }
     assert {name: figure(name, tmp_path) for name in figures} == figures
     keep_model(tmp_path, "qwenimage", faster, "bbbbbbb", 14)
-    assert set(chosen.of_one_build(tmp_path)) == {"flux", "sd3", "qwenimage"}, "as many, but newer"
-    assert figure("families_over_eager", tmp_path) == "3.00"
+    groups = [set(group) for group in chosen.by_build(tmp_path)]
+    assert groups[0] == {"flux", "sd3", "qwenimage"}, "as many, but newer"
 
 
 @pytest.mark.usefixtures("_committed")
-def test_committed_rows_of_all_models_are_of_one_card_and_build():
-    measured = chosen.of_one_build(history.RESULTS)
-    builds = {
-        (result["environment"]["device"], history.commit(result["environment"]))
-        for result in measured.values()
-    }
-    ((device, commit),) = builds
+def test_committed_tables_of_models():
+    """All models are shown; the newest cards' results are of few builds."""
+    groups = chosen.by_build(history.RESULTS)
     table = TABLES["summary_models"](history.RESULTS)
-    assert device == "NVIDIA H100 80GB HBM3" and f"{device}, " in table
-    assert f"build {commit};" in table
-    forwards = [f for result in measured.values() for f in chosen.forwards(result)]
-    shown = [row for row in rows_of(history.RESULTS, "summary_models") if row[1].endswith(" ms")]
-    assert len(shown) == len(forwards) >= len(measured)
-    assert all(row[5] for row in shown), "each row is beside torch.compile"
+    assert {name for group in groups for name in group} == chosen.TITLES.keys()
+    for group in groups:
+        ((device, commit),) = {chosen.card_and_build(result) for result in group.values()}
+        assert f"{device}, " in table and f"build {commit};" in table
+    forwards = [f for group in groups for r in group.values() for f in chosen.forwards(r)]
+    shown = [row for row in rows_of(history.RESULTS, "summary_models") if row[3].endswith(" ms")]
+    assert len(shown) == len(forwards) >= len(chosen.TITLES)
+    without = [row[0] for row in shown if not row[5]]
+    assert len(without) <= 1, f"without torch.compile: {without}"
 
 
 # ------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], modes: Sequence[str], wh
 
 def models(results: Path) -> Figure | None:
     """Speedup over eager of torch.compile and of the injected model: the table of all models."""
-    measured = chosen.of_one_build(results)
+    measured = chosen.of_all_builds(results)
     if not measured:
         return None
     rows: list[tuple[str, dict[str, float]]] = []

@@ -94,20 +94,33 @@ def card_and_build(result: Mapping) -> tuple[str, str | None]:
     return result["environment"]["device"], history.commit(result["environment"])
 
 
-def of_one_build(results: Path) -> dict[str, dict]:
-    """The newest result of each model, all of one card and one build, by TITLES' names.
+def by_build(results: Path) -> list[dict[str, dict]]:
+    """The newest result of each model, by TITLES' names, in groups of one card and one build.
 
-    They are the ones that measured the most models; of several of these the newest.
+    First those of the build that measured the most models, of several of these the newest; then, of the
+    models that it did not measure, those of the next one.
     """
     of_builds: dict[tuple, dict[str, dict]] = {}
     for name in TITLES:
         for result in history.kept(f"models/{name}", results):
             of_builds.setdefault(card_and_build(result), {})[name] = result
 
-    def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
-        return len(measured), max(r["environment"]["date"] for r in measured.values())
+    groups: list[dict[str, dict]] = []
+    left = set(TITLES)
 
-    return max(of_builds.values(), key=rank, default={})
+    def rank(measured: Mapping[str, Mapping]) -> tuple[int, str]:
+        dates = [measured[name]["environment"]["date"] for name in measured.keys() & left]
+        return len(dates), max(dates, default="")
+
+    while left and rank(measured := max(of_builds.values(), key=rank, default={}))[0]:
+        groups.append({name: measured[name] for name in TITLES if name in measured.keys() & left})
+        left -= measured.keys()
+    return groups
+
+
+def of_all_builds(results: Path) -> dict[str, dict]:
+    """The results of all groups of `by_build`."""
+    return {name: result for group in by_build(results) for name, result in group.items()}
 
 
 def gathered_hosts(results: Path) -> dict | None:

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import tomllib
+
 from benchmarks import models
 from benchmarks.harness import history
 from benchmarks.harness.history import degree_of
@@ -40,55 +42,50 @@ VIDEO_MODES = {
 }
 
 
-def rows_of_models(
-    results: Path, cells: Callable[[dict, chosen.Forward], list[str]]
-) -> list[list[str]]:
-    """A row a forward of all models; the cells after the name are `cells`' of it.
-
-    All are of one card and build. A model that this build did not measure has a row that says so.
-    """
-    measured = chosen.of_one_build(results)
-    rows: list[list[str]] = []
-    for name, title in chosen.TITLES.items():
-        if name not in measured:
-            rows.append([title, NOT_MEASURED])
-            continue
-        result = measured[name]
-        rows += [
-            [f"{result['model']}, {size_name(forward.size)}", *cells(result, forward)]
-            for forward in chosen.forwards(result)
-        ]
-    return rows
+def tables_of_models(
+    results: Path, headers: list[str], cells: Callable[[chosen.Forward], list[str]]
+) -> str:
+    """A row a forward of all models; the cells after the name are `cells`' of it. A table has one card and
+    build."""
+    return "\n\n".join(
+        markdown(
+            [
+                [f"{result['model']}, {size_name(forward.size)}", *cells(forward)]
+                for result in group.values()
+                for forward in chosen.forwards(result)
+            ],
+            ["model and input", *headers],
+        )
+        + setup(*group.values())
+        for group in chosen.by_build(results)
+    )
 
 
 @table
 def summary_models(results: Path) -> str:
     """The injected forward of each model beside the eager and the compiled one."""
 
-    def cells(_: dict, forward: chosen.Forward) -> list[str]:
+    def cells(forward: chosen.Forward) -> list[str]:
         times_ms = (forward.eager, forward.compiled, forward.injected)
-        ratios = (forward.over_eager, forward.over_compiled)
+        ratios = [forward.over_eager, forward.over_compiled]
         return [*map(milliseconds, times_ms), *map(times, ratios)]
 
-    headers = ["model and input", "eager", "torch.compile", "injected"]
-    headers += ["over eager", "over torch.compile"]
-    measured = chosen.of_one_build(results).values()
-    return markdown(rows_of_models(results, cells), headers) + setup(*measured)
+    headers = ["eager", "torch.compile", "injected", "over eager", "over torch.compile"]
+    return tables_of_models(results, headers, cells)
 
 
 @table
 def models_in_detail(results: Path) -> str:
     """The GPU's other time, the distance from float32, and CUDA graphs, of each model."""
 
-    def cells(_: dict, forward: chosen.Forward) -> list[str]:
+    def cells(forward: chosen.Forward) -> list[str]:
         ratios = [forward.rest_over_eager, forward.rest_over_compiled]
         ratios += [forward.distance_over_eager, forward.graphs_over_injected]
         return [times(ratio) for ratio in ratios]
 
-    headers = ["model and input", "other GPU time: of eager's", "of torch.compile's"]
+    headers = ["other GPU time: of eager's", "of torch.compile's"]
     headers += ["distance from float32: of eager's", "CUDA graphs over injected"]
-    measured = chosen.of_one_build(results).values()
-    return markdown(rows_of_models(results, cells), headers) + setup(*measured)
+    return tables_of_models(results, headers, cells)
 
 
 @table
@@ -112,7 +109,7 @@ def in_part(results: Path) -> str:
 # HunyuanVideo 1.5's default attention has a dense mask.
 def families_over(results: Path, other: str) -> str:
     """Of the table of all models."""
-    measured = chosen.of_one_build(results)
+    measured = chosen.of_all_builds(results)
     shown = [
         forward
         for name, result in measured.items()
@@ -127,22 +124,25 @@ for other in ("eager", "compiled"):
 
 
 @figure
-def models_count(results: Path) -> str:
-    """Kinds of models that run in full and were measured."""
-    return str(len(chosen.of_one_build(results)))
+def models_count(_: Path) -> str:
+    """Model classes of diffusers that run in full, without ControlNets."""
+    table = Path(__file__).parents[2] / "docs" / "support.toml"
+    in_full = tomllib.loads(table.read_text(encoding="utf-8"))["levels"]["in full"]
+    return str(sum("ControlNet" not in name for name in in_full))
 
 
 @figure
 def full_speed_after(results: Path) -> str:
     """Seconds from the injection on, the most of all models."""
-    sizes = [s for r in chosen.of_one_build(results).values() for s in r["sizes"].values()]
-    seconds = [s["injection"]["full_speed_s"] for s in sizes if "injection" in s]
+    kept = (r for name in chosen.TITLES for r in history.kept(f"models/{name}", results))
+    sizes = [size for result in kept for size in result["sizes"].values()]
+    seconds = [size["injection"]["full_speed_s"] for size in sizes if "injection" in size]
     return f"{max(seconds):.2f}" if seconds else NOT_MEASURED
 
 
-def standard_deviation(results: Path, weights: str) -> str:
+def standard_deviation(_: Path, weights: str) -> str:
     """Of the scores of self-attention with these weights, in nats."""
-    return f"{load(results, 'models/ltx')['scores_std'][weights]:.0f}"
+    return f"{models.WEIGHTS[weights]:.0f}"
 
 
 for weights in models.WEIGHTS:
@@ -249,7 +249,7 @@ def distances_over_eager(results: Path) -> dict[str, list[float]]:
     """The injected models' distances from float32 over eager's, by model."""
     of_models = {
         name: [forward.distance_over_eager for forward in chosen.forwards(result)]
-        for name, result in chosen.of_one_build(results).items()
+        for name, result in chosen.of_all_builds(results).items()
     }
     known = {name: list(filter(None, values)) for name, values in of_models.items()}
     return {name: values for name, values in known.items() if values}
