@@ -96,11 +96,16 @@ def date(result: Mapping) -> str:
     return result["environment"]["date"]
 
 
+def kept_together(name: str, results: Path = RESULTS) -> list[dict]:
+    """The results of related benchmarks, such as all models', oldest first, by their recorded time."""
+    target = path(name, results)
+    return sorted(load(target) if target.exists() else [], key=date)
+
+
 def kept(name: str, results: Path = RESULTS) -> list[dict]:
     """The results of a benchmark, oldest first, by their recorded time."""
-    target, part = path(name, results), name.partition("/")[2]
-    stored = load(target) if target.exists() else []
-    return sorted((one for one in stored if one.get("name", "") == part), key=date)
+    part = name.partition("/")[2]
+    return [one for one in kept_together(name, results) if one.get("name", "") == part]
 
 
 def newest(name: str, device: str, results: Path = RESULTS) -> dict | None:

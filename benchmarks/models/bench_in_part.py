@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import click
 import torch
-from diffusers.models import transformers
 from tabulate import tabulate
 
 from benchmarks import models
@@ -46,7 +45,7 @@ from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, nam
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
-from benchmarks.models.published import Given, Published, PublishedImage
+from benchmarks.models.published import Published
 from benchmarks.models.wan_relatives import WAN_ANIMATE2
 
 COMPILED, INJECTED_COMPILED = "compiled", "injected+compiled"
@@ -55,32 +54,7 @@ RUNS = 3
 WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
 DTYPE = torch.bfloat16
-
-
-class PRX(PublishedImage):
-    key, name = "prx", "PRX, 8 blocks"
-    cls = transformers.PRXTransformer2DModel
-    config = {"depth": 8}
-    text_tokens = 256
-    timestep = 0.8
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, text_tokens = model.config, given.text_tokens
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
-        return {
-            "hidden_states": latents.repeat(2, 1, 1, 1),
-            "encoder_hidden_states": given.normal(2, text_tokens, config.context_in_dim),
-            "attention_mask": torch.stack([given.text_mask(16), given.text_mask(text_tokens)]),
-            "timestep": given.timesteps(2).to(given.dtype),
-        }
-
-
-_KNOWN = (WAN_ANIMATE2,)
-_UNKNOWN = (PRX,)
-MODELS = {
-    entry.key: entry
-    for entry in (*(cls() for cls in _UNKNOWN), *_KNOWN, *IMAGES, *SEQUENCES, *UNETS)
-}
+MODELS = {entry.key: entry for entry in (WAN_ANIMATE2, *IMAGES, *SEQUENCES, *UNETS)}
 
 
 def model_and_arguments(

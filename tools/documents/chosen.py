@@ -101,9 +101,9 @@ def by_build(results: Path) -> list[dict[str, dict]]:
     models that it did not measure, those of the next one.
     """
     of_builds: dict[tuple, dict[str, dict]] = {}
-    for name in TITLES:
-        for result in history.kept(f"models/{name}", results):
-            of_builds.setdefault(card_and_build(result), {})[name] = result
+    for result in history.kept_together("models", results):
+        if result["name"] in TITLES:
+            of_builds.setdefault(card_and_build(result), {})[result["name"]] = result
 
     groups: list[dict[str, dict]] = []
     left = set(TITLES)

@@ -134,19 +134,16 @@ def models_count(_: Path) -> str:
 @figure
 def full_speed_after(results: Path) -> str:
     """Seconds from the injection on, the most of all models."""
-    kept = (r for name in chosen.TITLES for r in history.kept(f"models/{name}", results))
+    kept = history.kept_together("models", results)
     sizes = [size for result in kept for size in result["sizes"].values()]
     seconds = [size["injection"]["full_speed_s"] for size in sizes if "injection" in size]
     return f"{max(seconds):.2f}" if seconds else NOT_MEASURED
 
 
-def standard_deviation(_: Path, weights: str) -> str:
-    """Of the scores of self-attention with these weights, in nats."""
-    return f"{models.WEIGHTS[weights]:.0f}"
-
-
-for weights in models.WEIGHTS:
-    FIGURES[f"{weights}_scores_std"] = functools.partial(standard_deviation, weights=weights)
+@figure
+def peaked_scores_std(_: Path) -> str:
+    """The standard deviation of self-attention's scores with these weights, in nats."""
+    return f"{models.WEIGHTS['peaked']:.0f}"
 
 
 # -- CPU time ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parallel.exchange import rank_and_size
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts
 from ..parts.streams import BlockSpec, end, start
@@ -41,15 +42,13 @@ def _block_forward(
         return NotImplemented
     modules = self._modules
     (s,) = start(call, self, wan.BY_TOKEN, (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     options = {"rotary_emb": rotary_emb, "attention_mask": attention_mask}
     if kv_cache is not None:
         options.update(kv_cache=kv_cache, kv_cache_flag=kv_cache_flag)
-    s.add(modules["attn1"](hidden_states=s.n, **options), gate)
+    s.add(modules["attn1"](hidden_states=s.n, **options), s.rows[2])
     n = s.norm("norm2", readers=wan.QUERY_READER)
     s.add(modules["attn2"](hidden_states=n, encoder_hidden_states=c))
-    n = s.norm("norm3", scale_mlp, shift_mlp, readers=wan.FFN_READER)
-    s.add(linears.feed_forward_branch(modules["ffn"], n), gate_mlp)
+    add_feed_forwards(self, s, names=wan.FEED_FORWARD)
     return end(s)
 
 

@@ -78,7 +78,7 @@ _BRIA_SPECS = (
 )
 _FIBO_SPECS = (
     model_spec(f"{_FIBO}Transformer2DModel", *TWO_LISTS.blocks),
-    BlockSpec(f"{_FIBO}TransformerBlock", partial(double_forward, hands_over=False)),
+    BlockSpec(f"{_FIBO}TransformerBlock", partial(double_forward, options={"hands_over": False})),
     BlockSpec(f"{_FIBO}SingleTransformerBlock", _single_block_forward),
     flux_attention_spec(f"{_FIBO}Attention"),
     flux_attention_spec(

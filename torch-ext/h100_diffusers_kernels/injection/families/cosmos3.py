@@ -113,16 +113,14 @@ def _attend_causally(
     return out.flatten(2)
 
 
-def _mlp_forward(self: Any, call: Call, x: Tensor) -> Tensor:
-    names = {"gate": "gate_proj", "value": "up_proj", "out": "down_proj"}
-    return linears.gated_feed_forward(self, call, x, **names)
-
-
 def _why_not_silu(module: Any) -> str | None:
     return linears.why_not_silu(module._modules.get("act_fn"))
 
 
 _SILU = ("torch.nn.functional:silu",)
+_mlp_forward = partial(
+    linears.gated_feed_forward, gate="gate_proj", value="up_proj", out="down_proj"
+)
 _SPECS = (
     model_spec(f"{_COSMOS3}:Cosmos3OmniTransformer", "layers"),
     streams.BlockSpec(f"{_COSMOS3}:Cosmos3VLTextMoTDecoderLayer", _block_forward),

@@ -21,6 +21,7 @@ from ..attention.modules import AttentionSpec
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts, known_norm
 from ..parts.streams import BlockSpec, end, start
@@ -49,8 +50,7 @@ def _block_forward(
         first = x.shape[1] - length
     modules = self._modules
     (s,) = start(call, self, wan.BY_TOKEN, (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
-    s.add(modules["attn1"](s.n, None, None, rotary_emb, length), gate)
+    s.add(modules["attn1"](s.n, None, None, rotary_emb, length), s.rows[2])
     if known_norm(call, self, "norm2", x.shape[2], Upcasts.TO_NEXT_LINEAR) is None:
         n = self.norm2(s.x[:, first:].float()).to(x.dtype)
     else:
@@ -59,8 +59,7 @@ def _block_forward(
         n = n[:, first:] if first else n
     out = modules["attn2"](n, c, None, None, length)
     s.add(torch.nn.functional.pad(computed(out), (0, 0, first, 0)) if first else out)
-    n = s.norm("norm3", scale_mlp, shift_mlp, readers=wan.FFN_READER)
-    s.add(linears.feed_forward_branch(modules["ffn"], n), gate_mlp)
+    add_feed_forwards(self, s, names=wan.FEED_FORWARD)
     return end(s)
 
 
@@ -85,7 +84,7 @@ def _attention_forward(
 def _pair_tables(rope: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (B, S, 2 * d) per element to tables (B, S, 1, d / 2) per pair."""
     cos, sin = rope.unsqueeze(2).chunk(2, dim=-1)
-    return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
+    return wan.pair_tables((cos, sin))
 
 
 _SPECS = (

@@ -27,6 +27,7 @@ from ..core.patch import Call
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import OUTPUT_NORM
+from ..parts.rotary import identity_tables
 from ..quantized.fp8_linears import fp8_weights_for
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
@@ -94,18 +95,12 @@ def _attention_forward(
         options["projected"] = attention.packed_projections(self, x, c)
     if rope is not None and self.is_cross_attention:
         length = x.shape[1] if c is None else c.shape[1]
-        make = partial(_no_rotation, length=length)
+        make = partial(identity_tables, length=length)
         options["key_rope"] = call.shared(("no rotation", length), rope, make)
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     of_attend = {"prepares_mask": True, "dropout_p": 0.0, "is_causal": False}
     operands = (x, c, rope, rotate, attention_mask, of_attend)
     return attention.run_attention(call, self, *operands, **options)
-
-
-def _no_rotation(rope: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Tables (cos, sin) for the tokens of a text, which are not rotated."""
-    cos = rope[0].new_ones(length, rope[0].shape[-1])
-    return cos, torch.zeros_like(cos)
 
 
 _ARGUMENTS = "hidden_states encoder_hidden_states attention_mask"

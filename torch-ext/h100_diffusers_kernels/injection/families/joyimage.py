@@ -12,7 +12,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention import modules as attention
@@ -23,6 +22,7 @@ from ..core.quantized_rows import QuantizedRows
 from ..parts.blocks import double_block
 from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import LINEAR_GELU, fp8_readers, linear, linear_per_sample
+from ..parts.rotary import rotated_in_float32
 from ..parts.streams import BlockSpec, Rows, plain_norm, table_rows
 from ..quantized.precision import Layers
 
@@ -95,7 +95,9 @@ def _attention_forward(
         q, k, v = linear(modules[f"{name}_attn_qkv"], tokens).chunk(3, dim=-1)
         streams.append(attention.Projections(q, k, v, norms, rope))
     options: Any = {"dropout_p": 0.0, "is_causal": False}
-    out = attention.attend_to_all(call, self, streams, _rotated, attention_mask, **options)
+    out = attention.attend_to_all(
+        call, self, streams, rotated_in_float32, attention_mask, **options
+    )
     length = x.shape[1]
     return (
         linear_per_sample(modules["img_attn_proj"], out[:, :length], type(x) is QuantizedRows),
@@ -106,13 +108,6 @@ def _attention_forward(
 def _tables(rope: Any, device: Any) -> list[Tensor]:
     """Tables (cos, sin), each (S, d) or (B, S, d), as (1 or B, S, 1, d) on the device."""
     return [t.to(device).view(-1, *t.shape[-2:]).unsqueeze(2) for t in rope]
-
-
-def _rotated(x: Tensor, tables: list[Tensor]) -> Tensor:
-    """x (B, S, H, d) as the models' own functions rotate it."""
-    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((-second, first), dim=-1).flatten(3)
-    return (x.float() * tables[0] + turned * tables[1]).type_as(x)
 
 
 _TOKENS = "hidden_states encoder_hidden_states"

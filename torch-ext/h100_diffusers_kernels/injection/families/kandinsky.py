@@ -36,6 +36,7 @@ from ..parallel.plans import warn_before_injection
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts
+from ..parts.rotary import rotated_in_float32
 from ..quantized.precision import Layers
 
 MODELS = "diffusers.models.transformers.transformer_kandinsky"
@@ -192,7 +193,7 @@ def attend(
     source = x if c is None else c
     options["key_rope"] = _tables(call, key_rope, source, config)
     options.update(layers=QUERY_KEY_VALUE, names=("query_norm", "key_norm"), config=config)
-    rotation = _tables(call, rope, x, config), _rotated
+    rotation = _tables(call, rope, x, config), rotated_in_float32
     query, key, value = attention.project_and_rotate(call, module, x, c, *rotation, **options)
     if nabla is not None:
         out = _attend_by_blocks(call, module, query, key, value, *nabla)
@@ -263,14 +264,6 @@ def _tables(call: Call, rope: Any, x: Any, config: Any) -> Any:
         return rope.diagonal(dim1=-2, dim2=-1).flatten(-2).contiguous(), sin.flatten(-2)
 
     return call.shared(_key(call, "tables", rope, count), rope, make)
-
-
-def _rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x (B, S, H, d) rotated as in the model's processors."""
-    cos, sin = tables
-    first, second = x.float().unflatten(3, (-1, 2)).unbind(-1)
-    others = torch.stack((-second, first), dim=-1).flatten(3)
-    return (x.float() * cos + others * sin).to(x.dtype)
 
 
 # --------------------------------------------------------------------------------------------------

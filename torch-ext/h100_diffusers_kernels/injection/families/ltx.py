@@ -27,6 +27,7 @@ from ..core.cache import cached
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec, is_wrapped
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.rotary import CoordinateTables
 from ..parts.streams import BlockSpec, end, start, table_norm
@@ -36,7 +37,6 @@ _LTX = "diffusers.models.transformers.transformer_ltx"
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
 _READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
 _FIRST_NORMS = (partial(table_norm, readers=_READERS),)
-_FF_READER = partial(linears.feed_forward_reader, "ff")
 
 
 def _block_forward(
@@ -52,13 +52,11 @@ def _block_forward(
     if not call.takes(x, temb):
         return NotImplemented
     (s,) = start(call, self, _FIRST_NORMS, (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     options = {"encoder_hidden_states": None, "image_rotary_emb": image_rotary_emb}
-    s.add(modules["attn1"](hidden_states=s.n, **options), gate)
+    s.add(modules["attn1"](hidden_states=s.n, **options), s.rows[2])
     options = {"image_rotary_emb": None, "attention_mask": encoder_attention_mask}
     s.add(modules["attn2"](s.x, encoder_hidden_states=c, **options))
-    n = s.norm("norm2", scale_mlp, shift_mlp, readers=_FF_READER)
-    s.add(linears.feed_forward_branch(modules["ff"], n), gate_mlp)
+    add_feed_forwards(self, s)
     return end(s)
 
 

@@ -23,7 +23,10 @@ _MODEL = "diffusers.models.transformers.transformer_ovis_image:OvisImage"
 _SPECS = (
     model_spec(f"{_MODEL}Transformer2DModel", *TWO_LISTS.blocks),
     double_spec(f"{_MODEL}TransformerBlock"),
-    BlockSpec(f"{_MODEL}SingleTransformerBlock", partial(single_forward, mlp_of=linear_and_swiglu)),
+    BlockSpec(
+        f"{_MODEL}SingleTransformerBlock",
+        partial(single_forward, options={"mlp_of": linear_and_swiglu}),
+    ),
     flux_attention_spec(f"{_MODEL}Attention"),
     axial_positions(f"{_MODEL}PosEmbed"),
     TIMESTEPS,

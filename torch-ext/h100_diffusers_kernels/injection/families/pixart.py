@@ -21,6 +21,7 @@ from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.streams import BlockSpec, end, start, table_norm
 from ..quantized.precision import ONE_LIST
@@ -36,7 +37,6 @@ def _by_row(temb: Tensor) -> Tensor:
 # Rows are shift, scale and gate of self-attention, then of the feed-forward.
 _READERS = partial(linears.fp8_readers, "attn1", linears.QUERY_KEY_VALUE)
 _FIRST_NORMS = (partial(table_norm, by_row=_by_row, readers=_READERS),)
-_FF_READER = partial(linears.feed_forward_reader, "ff")
 
 
 def run_block(call: Call, block: Any, x: Tensor, temb: Any, own: Any, cross: Any) -> Any:
@@ -47,12 +47,10 @@ def run_block(call: Call, block: Any, x: Tensor, temb: Any, own: Any, cross: Any
     if not call.takes(x, temb):
         return NotImplemented
     (s,) = start(call, block, _FIRST_NORMS, (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
-    s.add(modules["attn1"](s.n, **own), gate)
+    s.add(modules["attn1"](s.n, **own), s.rows[2])
     if modules.get("attn2") is not None:
         s.add(modules["attn2"](s.x, **cross))
-    n = s.norm("norm2", scale_mlp, shift_mlp, readers=_FF_READER)
-    s.add(linears.feed_forward_branch(modules["ff"], n), gate_mlp)
+    add_feed_forwards(block, s)
     return end(s)
 
 

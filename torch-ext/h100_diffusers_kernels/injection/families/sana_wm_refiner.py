@@ -22,12 +22,14 @@ from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.streams import BlockSpec, end, start
 from . import ltx2
 
 _REFINER = "diffusers.models.transformers.transformer_sana_wm_refiner"
 _QUERY_READERS = partial(ltx2.query_readers, "attn2")
+_FEED_FORWARD = (("norm3", "ff"),)
 _INJECTS = ("inject", "inject_and_capture_post_rope")
 
 
@@ -47,16 +49,13 @@ def _block_forward(
     if not call.takes(x, c, temb) or self.scale_shift_table.shape[0] != 6:
         return NotImplemented
     (s,) = start(call, self, ltx2.FIRST_NORMS[:1], (x,), (temb,))
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
     cache = {"sink_rotary_emb": sink_rotary_emb, "kv_cache": kv_cache}
     cache["kv_cache_mode"] = kv_cache_mode
-    s.add(modules["attn1"](s.n, query_rotary_emb=video_rotary_emb, **cache), gate)
+    s.add(modules["attn1"](s.n, query_rotary_emb=video_rotary_emb, **cache), s.rows[2])
     n = s.norm("norm2", readers=_QUERY_READERS)
     options = {"query_rotary_emb": None, "attention_mask": encoder_attention_mask}
     s.add(modules["attn2"](n, encoder_hidden_states=c, **options))
-    readers = partial(linears.feed_forward_reader, "ff")
-    n = s.norm("norm3", scale_mlp, shift_mlp, readers=readers)
-    s.add(linears.feed_forward_branch(modules["ff"], n), gate_mlp)
+    add_feed_forwards(self, s, names=_FEED_FORWARD)
     return end(s)
 
 

@@ -25,6 +25,7 @@ from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..core.quantized_rows import as_tensor
 from ..parts import linears
+from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts, apply_norm
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
@@ -51,7 +52,7 @@ _first_norm = partial(table_norm, in_float32=True, readers=_READERS)
 BY_TOKEN = (partial(_first_norm, by_row=_by_token),)
 _BY_TOKEN_LAST = (partial(_first_norm, by_row=_by_token_last),)
 QUERY_READER = partial(linears.fp8_readers, "attn2", linears.QUERY_KEY_VALUE[:1])
-FFN_READER = partial(linears.feed_forward_reader, "ffn")
+FEED_FORWARD = (("norm3", "ffn"),)
 
 
 def _block_forward(
@@ -70,16 +71,15 @@ def _block_forward(
     if not call.takes(x, c):
         return NotImplemented
     (s,) = start(call, self, first_norms, (x,), (temb,))
-    _add_branches(self._modules, s, c, attention_mask, rotary_emb)
+    _add_branches(self, s, c, attention_mask, rotary_emb)
     return end(s)
 
 
-def _add_branches(modules: Any, s: Stream, c: Tensor, mask: Any, rotary_emb: Any) -> None:
-    _, _, gate, shift_mlp, scale_mlp, gate_mlp = s.rows
-    s.add(modules["attn1"](s.n, None, mask, rotary_emb), gate)
+def _add_branches(block: Any, s: Stream, c: Tensor, mask: Any, rotary_emb: Any) -> None:
+    modules = block._modules
+    s.add(modules["attn1"](s.n, None, mask, rotary_emb), s.rows[2])
     s.add(modules["attn2"](s.norm("norm2", readers=QUERY_READER), c, None, None))
-    n = s.norm("norm3", scale_mlp, shift_mlp, readers=FFN_READER)
-    s.add(linears.feed_forward_branch(modules["ffn"], n), gate_mlp)
+    add_feed_forwards(block, s, names=FEED_FORWARD)
 
 
 def _vace_block_forward(
@@ -92,11 +92,11 @@ def _vace_block_forward(
         control = linears.linear(self.proj_in, control) + hidden_states
     s = Stream(call, self, control.contiguous())
     s.apply(BY_TOKEN[0](call, self, None, temb))
-    _add_branches(self._modules, s, c, None, rotary_emb)
+    _add_branches(self, s, c, None, rotary_emb)
     return None if self.proj_out is None else linears.linear(self.proj_out, s.x), s.x
 
 
-def _pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def pair_tables(rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Tables (1, S, 1, d) per element to tables (1, S, 1, d / 2) per pair, which the model reads."""
     cos, sin = rope
     return cos[..., 0::2].contiguous(), sin[..., 1::2].contiguous()
@@ -111,7 +111,7 @@ def attention_forward(
     rotary_emb: Any = None,
     *,
     context_is_parallel: bool = False,
-    tables_of: Callable[[Any], tuple[Tensor, Tensor]] = _pair_tables,
+    tables_of: Callable[[Any], tuple[Tensor, Tensor]] = pair_tables,
     has_image: bool = True,
     **kwargs,
 ) -> Tensor:

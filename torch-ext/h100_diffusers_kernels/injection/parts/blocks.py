@@ -230,7 +230,7 @@ def attend_to_both(
 # FLUX.1's blocks, of which other models have copies
 
 
-def double_forward(
+def _flux_forward(
     self: Any,
     call: Call,
     hidden_states: Tensor,
@@ -239,37 +239,24 @@ def double_forward(
     image_rotary_emb: Any = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
     *,
-    hands_over: bool = True,
+    is_double: bool,
+    options: dict[str, Any] = {},  # noqa: B006 (only read)
 ) -> tuple[Tensor, Tensor]:
+    """``options``: of ``double_block`` or ``single_block``."""
     x, c = hidden_states, encoder_hidden_states
     if not call.takes(x, c, temb):
         return NotImplemented
     more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
-    arguments = (call, self, DOUBLE_NORMS, (x, c), (temb,))
-    return double_block(*arguments, hands_over=hands_over, **more)[::-1]
-
-
-def single_forward(
-    self: Any,
-    call: Call,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Any = None,
-    joint_attention_kwargs: dict[str, Any] | None = None,
-    *,
-    mlp_of: Any = linear_and_gelu,
-) -> tuple[Tensor, Tensor]:
-    x, c = hidden_states, encoder_hidden_states
-    if not call.takes(x, c, temb):
-        return NotImplemented
-    more = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    if is_double:
+        return double_block(call, self, DOUBLE_NORMS, (x, c), (temb,), **options, **more)[::-1]
 
     def attend(n: Any) -> Tensor:
         return self._modules["attn"](hidden_states=n, **more)
 
-    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend, mlp_of)
+    return single_block(call, self, SINGLE_NORMS, (c, x), (temb,), attend, **options)
 
 
+double_forward = partial(_flux_forward, is_double=True)
+single_forward = partial(_flux_forward, is_double=False)
 double_spec = partial(BlockSpec, forward=double_forward)
 single_spec = partial(BlockSpec, forward=single_forward)

@@ -135,6 +135,21 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     return None
 
 
+def identity_tables(rope: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Tables (cos, sin), each (length, d) like those of ``rope``, for tokens that are not rotated."""
+    shape = (length, rope[0].shape[-1])
+    return rope[0].new_ones(shape), rope[0].new_zeros(shape)
+
+
+def rotated_in_float32(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    """x (B, S, H, d), whose pairs are (2i, 2i + 1), rotated by tables (cos, sin) of one value an element, as
+    some models' own code rotates it."""
+    cos, sin = tables
+    first, second = x.float().unflatten(3, (-1, 2)).unbind(-1)
+    others = torch.stack((-second, first), dim=-1).flatten(3)
+    return (x.float() * cos + others * sin).to(x.dtype)
+
+
 def split_tables(rope: Any, first: int, second: int) -> tuple | None:
     """The tables (cos, sin) of two streams, split from those of all tokens; None for any other rope."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
