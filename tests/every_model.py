@@ -17,6 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 import small_models
 from families import FAMILIES, KERNEL_HEADS
+from family import in_dtype
 from family_cogvideox import cogvideox_inputs, consisid_model
 from family_hunyuan import (
     framepack_inputs,
@@ -36,7 +37,7 @@ from family_relatives import (
     with_condition,
 )
 from family_z_image import control_inputs, controlnet_of_z_image
-from small_models import SmallModel, converted, fill_zero, mask, normal, to
+from small_models import SmallModel, fill_zero, mask, normal, to
 
 PACKAGES = ("transformers", "unets", "controlnets")
 # Classes without a forward: UNetMotionModel and UNetControlNetXSModel take their layers.
@@ -528,7 +529,7 @@ class OtherModel:
         model = self.make()
         for parameter in model.parameters():
             fill_zero(parameter)
-        return converted(model, device, dtype)
+        return in_dtype(model, device, dtype)
 
     def arguments(self, device, dtype=torch.float32, seed=1):
         torch.manual_seed(seed)

@@ -183,14 +183,13 @@ def seeded(seed, device):
     return normal
 
 
-def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None, finish=None):
+def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, finish=None):
     """A decorator of a function that returns a configuration: makes it a family's ``model``.
 
     Args:
         cls: the name of the model's class in diffusers.
         modulations, embedding, gain: see ``make_all_matter``.
         blocks: the number of blocks by default.
-        keeps: tells for a parameter's name whether a published model keeps it in float32.
         finish: sets parameters of the model that ``make_all_matter`` does not know.
     """
 
@@ -206,7 +205,7 @@ def model_of(cls, modulations=(), embedding=(), *, gain=2, blocks=2, keeps=None,
             make_all_matter(model, modulations, embedding, gain=gain)
             if finish is not None:
                 finish(model)
-            return in_dtype(model, device, dtype, keeps)
+            return in_dtype(model, device, dtype)
 
         make.config, make.cls = config, cls
         return make
@@ -272,14 +271,14 @@ def powers_of_two(normal, batch, first):
     return first * 2.0 ** (4 * normal(batch).sigmoid()).floor()
 
 
-def in_dtype(model, device, dtype, is_kept=None):
-    """The model in a dtype, except for the parameters that a published model keeps in float32.
-
-    Args:
-        is_kept: tells for a parameter's name whether the model keeps it; by default it keeps none.
-    """
-    is_kept = is_kept or (lambda name: False)
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if is_kept(name)}
+def in_dtype(model, device, dtype):
+    """The model in a dtype, except for the parts that diffusers keeps in float32."""
+    parts = {*(type(model)._keep_in_fp32_modules or ())}
+    kept = {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if not parts.isdisjoint(name.split("."))
+    }
     model.to(device, dtype).eval()
     if dtype != torch.float64:
         for name, values in kept.items():

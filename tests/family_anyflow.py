@@ -1,21 +1,13 @@
 """Small AnyFlow models for the tests of all families."""
 
-import diffusers
-
 import family
 import family_wan
 from family_wan import CHANNELS, TEXT_CHANNELS
 
 
-def _is_kept(name):
-    kept = diffusers.AnyFlowTransformer3DModel._keep_in_fp32_modules
-    return any(part in name.split(".") for part in kept)
-
-
 @family.model_of(
     "AnyFlowTransformer3DModel",
     embedding=("condition_embedder.time", "condition_embedder.delta"),
-    keeps=_is_kept,
 )
 def anyflow_model(blocks, heads, head_dim):
     return {

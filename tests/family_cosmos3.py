@@ -19,7 +19,6 @@ def _finish(model):
     "Cosmos3OmniTransformer",
     (),
     "time_embedder",
-    keeps=lambda name: name.startswith("time_embedder"),
     finish=_finish,
 )
 def cosmos3_model(blocks, heads, head_dim):

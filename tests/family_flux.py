@@ -193,7 +193,6 @@ CHROMA = _Chroma(
     "Flux3Transformer2DModel",
     ("image.linear", "image_cond.linear", "txt.linear", "norm_out.linear"),
     "timestep_embedder",
-    keeps=lambda name: ".norm_" in name,
 )
 def flux3_model(blocks, heads, head_dim):
     return {

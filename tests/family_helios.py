@@ -1,16 +1,10 @@
 """Small Helios models for the tests of all families."""
 
-import diffusers
 import torch
 
 import family
 import family_wan
 from family_wan import CHANNELS, TEXT_CHANNELS
-
-
-def _is_kept(name):
-    kept = diffusers.HeliosTransformer3DModel._keep_in_fp32_modules
-    return any(part in name.split(".") for part in kept)
 
 
 def _trim_plan(model):
@@ -23,7 +17,6 @@ def _trim_plan(model):
 @family.model_of(
     "HeliosTransformer3DModel",
     embedding="condition_embedder.time",
-    keeps=_is_kept,
     finish=_trim_plan,
 )
 def helios_model(blocks, heads, head_dim):

@@ -30,7 +30,6 @@ joyimage_model, joyimage_plus_model = (
         f"JoyImageEdit{name}Transformer3DModel",
         ("time_proj",),
         "condition_embedder.time_embedder",
-        keeps=lambda name: "time_embedder" in name,
         finish=_finish,
     )(_config)
     for name in ("", "Plus")

@@ -19,7 +19,6 @@ def _finish(model):
     "Krea2Transformer2DModel",
     ("time_mod_proj",),
     "time_embed",
-    keeps=lambda name: "norm" in name,
     finish=_finish,
 )
 def krea2_model(blocks, heads, head_dim):

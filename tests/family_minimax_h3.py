@@ -5,14 +5,12 @@ import torch
 import family
 
 CHANNELS, AUDIO_CHANNELS, TEXT_CHANNELS = 2, 6, 24
-_FLOAT32 = ("proj_in.", "audio_proj_in.", "time_embedder", "proj_out.", "audio_proj_out.")
 
 
 @family.model_of(
     "MiniMaxH3Transformer3DModel",
     ("adaln_proj.linear", "norm_out.linear"),
     "time_embedder",
-    keeps=lambda name: name.startswith(_FLOAT32),
 )
 def minimax_h3_model(blocks, heads, head_dim):
     return {

@@ -1,18 +1,11 @@
 """Small Wan models for the tests of all families."""
 
-import diffusers
-
 import family
 
 CHANNELS, TEXT_CHANNELS = 4, 24
 
 
-def _is_kept(name):
-    kept = diffusers.WanTransformer3DModel._keep_in_fp32_modules
-    return any(part in name.split(".") for part in kept)
-
-
-@family.model_of("WanTransformer3DModel", embedding="condition_embedder.time", keeps=_is_kept)
+@family.model_of("WanTransformer3DModel", embedding="condition_embedder.time")
 def wan_model(blocks, heads, head_dim):
     return {
         **family.sizes(blocks, heads, head_dim),

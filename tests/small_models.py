@@ -50,7 +50,7 @@ class SmallModel:
                 nn.init.normal_(parameter, std=0.1)
             else:
                 fill_zero(parameter)
-        return converted(model, device, dtype)
+        return in_dtype(model, device, dtype)
 
     def arguments(self, device, dtype=torch.float32, seed=1):
         torch.manual_seed(seed)
@@ -64,12 +64,6 @@ def fill_zero(parameter):
     """Gives it values if it is zero, so that all parameters matter."""
     if not parameter.any():
         nn.init.normal_(parameter, std=0.1)
-
-
-def converted(model, device, dtype):
-    """The model in a dtype, except for the parts that diffusers keeps in float32."""
-    kept = {*(type(model)._keep_in_fp32_modules or ())}
-    return in_dtype(model, device, dtype, lambda name: not kept.isdisjoint(name.split(".")))
 
 
 def to(value, device, dtype):

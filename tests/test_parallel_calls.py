@@ -90,7 +90,7 @@ BATCHES = {name: partial(inputs_of_family, name) for name in FAMILIES} | {
 @pytest.mark.drawn(times=0, period=5)
 @pytest.mark.parametrize("name", BATCHES)
 @in_ranks
-def test_batch(kernel, name):
+def test_batch(kernel, rank, name):
     """Each rank computes its share from the second call of a kind on."""
     prepare_rank()
     model, arguments = BATCHES[name]()
@@ -100,7 +100,10 @@ def test_batch(kernel, name):
         kernel.enable_guidance_parallelism(model)
         for _ in range(2):
             assert relative_distance(small_models.run(model, arguments), expected) < CLOSE
-    assert counts[1] == counts[0] // 2
+    if name == "cosmos3":  # all samples in one sequence: the ranks share the calls
+        assert counts == [counts[0]] * (2 - rank)
+    else:
+        assert counts[1] == counts[0] // 2
 
 
 # ------------------------------------------------------------------------------------------------

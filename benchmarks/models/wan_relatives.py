@@ -28,11 +28,8 @@ class Helios(PublishedVideo):
     text_tokens = 512
     sizes = (VideoSize(33, 384, 640),)
     timestep = 800
-    long, mid, short = (
-        16,
-        2,
-        2,
-    )  # frames of the history; the first of the video is the first of the short
+    # Frames of the history. The first of the short ones is the first of the video.
+    long, mid, short = 16, 2, 2
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As HeliosPipeline passes them."""
