@@ -154,9 +154,26 @@ def _hunyuan_dit_inputs(**more):
 
 
 add(
+    "HunyuanDiT2DModel", {**_HUNYUAN_DIT, "num_layers": 4}, _hunyuan_dit_inputs,
+    exact=("image_rotary_emb",),
+)
+add(
     "HunyuanDiT2DControlNetModel", {**_HUNYUAN_DIT, "transformer_num_layers": 4},
     lambda: _hunyuan_dit_inputs(controlnet_cond=image(size=8)),
     exact=("image_rotary_emb",),
+)
+add(
+    "Ideogram4Transformer2DModel",
+    {
+        **_HEADS, "in_channels": 8, "num_layers": 2, "intermediate_size": 96, "adaln_dim": 16,
+        "llm_features_dim": _TEXT, "mrope_section": (12, 10, 10),
+    },
+    lambda: {
+        "hidden_states": normal(2, 10, 8), "timestep": HALF, "encoder_hidden_states": text(10),
+        "position_ids": torch.arange(10)[:, None].expand(2, 10, 3),
+        "segment_ids": torch.ones(2, 10, dtype=torch.long),
+        "indicator": torch.tensor([[3] * 4 + [2] * 6] * 2),
+    },
 )
 add(
     "LuminaNextDiT2DModel",

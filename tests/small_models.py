@@ -150,6 +150,15 @@ def _unet_inputs(**more):
 
 MODELS = [
     SmallModel(
+        "auraflow", "AuraFlowTransformer2DModel",
+        {
+            **_HEADS, "sample_size": 8, "num_mmdit_layers": 1, "num_single_dit_layers": 1,
+            "joint_attention_dim": 24, "caption_projection_dim": 128, "pos_embed_max_size": 64,
+        },
+        lambda: _denoising(image(), timestep=torch.tensor([0.5, 0.2])),
+        attends=2,
+    ),
+    SmallModel(
         "sana", "SanaTransformer2DModel",
         {
             **_CAPTIONED, **_IN_OUT, "num_attention_heads": 4, "attention_head_dim": 32,

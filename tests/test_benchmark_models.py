@@ -55,13 +55,11 @@ WHOLE = {
     m.anyflow_far: (14.3, {"num_layers": 40}, (40, 128), (29640,)),
     m.cosmos: (2.0, {"num_layers": 28}, (16, 128), (4080,)),
     m.cosmos3: (15.2, {"num_hidden_layers": 36}, (32, 128), (27280,)),
-    m.auraflow: (6.8, {"num_mmdit_layers": 4, "num_single_dit_layers": 32}, (12, 256), (4096,)),
     m.allegro: (2.8, {"num_layers": 32}, (24, 96), (9200,)),
     m.hunyuan_video: (12.8, {"num_layers": 20, "num_single_layers": 40}, (24, 128), (32640,)),
     m.hunyuan_video15: (8.3, {"num_layers": 54}, (16, 128), (25440,)),
     m.motif_video: (2.2, {"num_layers": 12, "num_single_layers": 24}, (12, 128), (29440,)),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (18.9, {"num_layers": 48}, (32, 128), (6144,))),
-    m.sana_wm_refiner: (18.9, {"num_layers": 48}, (32, 128), (2640,)),
     m.z_image: (6.15, {"n_layers": 30}, (30, 128), (4096,)),
     m.flux3: (5.5, {"num_layers": 5, "num_single_layers": 28}, (24, 128), (4096,)),
     m.krea2: (12.8, {"num_layers": 28}, (48, 128), (4096,)),
@@ -72,7 +70,6 @@ WHOLE = {
     m.bria_fibo: (8.3, {"num_layers": 8, "num_single_layers": 38}, (24, 128), (4096,)),
     m.bria_fibo2: (7.7, {"n_layers": 44}, (28, 128), (4096,)),  # and 0.4 of 5 cross-attentions
     m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
-    m.ideogram4: (9.3, {"num_layers": 34}, (18, 256), (4096,)),
     m.ernie_image: (8.0, {"num_layers": 36}, (32, 128), (4096,)),
     **dict.fromkeys((m.joyimage, m.joyimage_plus), (16.3, {"num_layers": 40}, (32, 128), (4096,))),
     m.omnigen: (3.8, {"num_layers": 32}, (32, 96), (4096,)),
@@ -83,7 +80,6 @@ WHOLE = {
     m.kandinsky5_pro: (19.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (47616,)),
     m.kandinsky6: (48.0, {"num_visual_blocks": 60, "num_text_blocks": 4}, (32, 128), (50220,)),
     m.cogvideox: (5.57, {"num_layers": 42}, (48, 64), (17550,)),
-    m.hunyuan_dit: (1.5, {}, (16, 88), (4096,)),
     m.pixart: (0.61, {"num_layers": 28}, (16, 72), (4096,)),
     m.latte: (1.06, {"num_layers": 28}, (16, 72), (16384,)),
     m.easyanimate: (11.8, {"num_layers": 48}, (48, 64), (13312,)),
@@ -189,13 +185,11 @@ SCORES = {
     m.anyflow_far: (VIDEO, 0, 0),  # its self-attention is FlexAttention
     m.cosmos: (IMAGE, 2, 0.35),
     m.cosmos3: (Cosmos3Size(8, 256, 256), 4, 0.2),
-    m.auraflow: (IMAGE, 4, 0.05),
     m.allegro: (VIDEO, 2, 0.1),
     m.hunyuan_video: (VIDEO, 5, 0.15),
     m.hunyuan_video15: (VIDEO, 3, 0.15),
     m.motif_video: (VIDEO, 6, 0.15),
     **dict.fromkeys((m.ltx2, m.ltx2_distilled), (LTXSize(17, 256, 256), 4, 0.25)),
-    m.sana_wm_refiner: (LTXSize(17, 256, 256), 2, 0.25),
     m.z_image: (IMAGE, 6, 0.1),
     m.flux3: (IMAGE, 6, 0.15),
     m.krea2: (IMAGE, 6, 0.15),
@@ -206,7 +200,6 @@ SCORES = {
     m.bria_fibo: (IMAGE, 4, 0.2),
     m.bria_fibo2: (IMAGE, 6, 0.45),
     m.lumina2: (IMAGE, 6, 0.15),
-    m.ideogram4: (IMAGE, 2, 0.1),
     m.ernie_image: (IMAGE, 2, 0.15),
     m.joyimage: (IMAGE, 2, 0.1),
     m.joyimage_plus: (IMAGE, 2, 0.1),
@@ -217,7 +210,6 @@ SCORES = {
     **dict.fromkeys((m.kandinsky5, m.kandinsky5_pro), (VIDEO, 3, 0.5)),
     m.kandinsky6: (VIDEO, 8, 0.35),
     m.cogvideox: (VIDEO, 2, 0.1),
-    m.hunyuan_dit: (IMAGE, 2, 0.2),
     m.pixart: (IMAGE, 2, 0.1),
     m.latte: (LatteSize(5, 192, 192), 4, 0.2),
     m.easyanimate: (VIDEO, 2, 0.1),
@@ -241,9 +233,8 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, *more, **given):
-        # Some have keys of the text or of a cache before the image's, Nucleus-Image after them.
-        has_others = published in (m.qwenimage21, m.cosmos3, m.sana_wm_refiner)
-        own = key[..., -query.shape[-2] :, :] if has_others else key
+        # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
+        own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
         own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5

@@ -147,14 +147,14 @@ def keep_model(folder, name, result, commit="aaaaaaa", minute=0, device="NVIDIA 
 def test_a_table_of_models_is_of_one_card_and_build(tmp_path):
     forward = made_up_forward(**{models.REGIONAL: 48.0})
     faster = made_up_forward(20.0, **{models.REGIONAL: 22.0})
-    for minute, name in enumerate(("ltx", "flux", "auraflow")):
+    for minute, name in enumerate(("ltx", "flux", "allegro")):
         keep_model(tmp_path, name, forward, "aaaaaaa", minute)
     keep_model(tmp_path, "flux", faster, "bbbbbbb", 10)
     keep_model(tmp_path, "sd3", faster, "bbbbbbb", 11)
     keep_model(tmp_path, "wan", faster, "aaaaaaa", 12, device="NVIDIA H100 80GB HBM3")
     keep_model(tmp_path, "ltx", made_up_forward(30.0), "aaaaaaa", 13)
     groups = [set(group) for group in chosen.by_build(tmp_path)]
-    assert groups == [{"ltx", "flux", "auraflow"}, {"wan"}, {"sd3"}]
+    assert groups == [{"ltx", "flux", "allegro"}, {"wan"}, {"sd3"}]
     injected = [row[3] for row in rows_of(tmp_path, "summary_models") if row[3].endswith(" ms")]
     assert injected[:3] == ["30.0 ms", "40.0 ms", "40.0 ms"], "the newest of the build"
     figures = {

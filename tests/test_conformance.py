@@ -275,9 +275,7 @@ def cache_steps(family):
 
 
 def offloading_steps(family):
-    kinds = ("sequential", "model", "leaf_level", "block_level")
-    # Its pooling of the text reads weights of layers, which accelerate moves away.
-    for kind in kinds[1:] if family.name == "hunyuan_dit" else kinds:
+    for kind in ("sequential", "model", "leaf_level", "block_level"):
         yield from (step("offload", kind=kind), FORWARD, FORWARD, step("onload"))
 
 

@@ -36,8 +36,8 @@ def by_lists(query, key, value, block_mask=None, scale=None, **_):
 
 
 @torch.no_grad()
-def run(model, arguments, copies=True):
-    out = model(**copy.deepcopy(arguments) if copies else arguments, return_dict=False)[0]
+def run(model, arguments):
+    out = model(**copy.deepcopy(arguments), return_dict=False)[0]
     return torch.stack(out) if isinstance(out, list) else out
 
 
@@ -184,37 +184,6 @@ def test_anyflow_far_with_a_cache(kernel, device, dtype):
     assert not fallen(report) or dtype == torch.float32
     slack = 0.02 if dtype == BF16 else 1e-5
     assert all(relative_distance(*both) < slack for both in zip(*outs[::-1], strict=True))
-
-
-@pytest.mark.parametrize("rope_type", ["interleaved", "split"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bfloat16", "float32"])
-def test_refiner_of_sana_wm(kernel, device, dtype, rope_type):
-    """A chunk attends to the first frame and to the chunk before it, by the cache, in each of its modes."""
-    library = sys.modules["diffusers.models.transformers.transformer_sana_wm_refiner"]
-    small = MODELS["SanaWMLTX2RefinerTransformer3DModel"]
-    plain = small.model(device, dtype, rope_type=rope_type, gated_attn=rope_type == "split")
-    model = copy.deepcopy(plain)
-    report = kernel.inject_kernels(model)
-    arguments, outs = small.arguments(device, dtype), []
-    for one in (plain, model):
-        ropes = [
-            one.build_rotary_emb_for_absolute_positions(2, [i], 2, 4, device, 24.0)
-            for i in range(4)
-        ]
-        cache = library.SanaWMRefinerKVCache(len(one.transformer_blocks))
-        cache.sink_pe = ropes[1]
-        modes = "capture_pre_rope", "inject_and_capture_post_rope", "inject"
-        for mode, rope in zip(modes, (ropes[0], ropes[2], ropes[3]), strict=True):
-            given = {**arguments, "video_rotary_emb": rope, "kv_cache": cache}
-            out = run(one, {**given, "kv_cache_mode": mode}, copies=False)
-            for layer in cache.layer_caches:
-                if mode == modes[0]:
-                    layer.store_sink(*layer.get_captured_pre_rope())
-                elif mode == modes[1]:
-                    layer.store_history(*layer.get_captured_post_rope())
-        outs.append(out)
-    assert relative_distance(outs[1], outs[0]) < (0.02 if dtype == BF16 else 1e-5)
-    assert not fallen(report) or dtype == torch.float32
 
 
 def test_a_mask_that_is_not_the_calls(kernel, device):

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("_one_thread", "_default_backend")
 BFLOAT16 = torch.bfloat16
 FLUX, WAN = FAMILIES["flux"], FAMILIES["wan"]
 MIN_TOKENS, TOKENS = 8, {"tokens": 5, "text_length": 5}
-# Their masks differ between queries.
-BY_BLOCKS = ("ideogram4", "omnigen")
+BY_BLOCKS = "omnigen"  # its mask differs between queries
 # The families whose attention runs in 8 bits, and with which values of ``precision``: those for video with
 # heads of 128, where the attention's layers are quantized, too.
 # Whose attention runs in 8 bits with "fp8", too.
@@ -77,9 +76,7 @@ def belongs_in_int8(query, key, options):
     return is_long and head_dim > 32 and options.get("key_bias") is None
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES.values() if f.name not in BY_BLOCKS], ids=str
-)
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.name != BY_BLOCKS], ids=str)
 def test_every_family(kernel, device, family, attentions):
     """Long attention without a bias runs in 8 bits, any other as before. The values are close."""
     plain, model, report = models_of(kernel, family, device)

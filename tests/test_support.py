@@ -193,8 +193,8 @@ CHANGES = {
     "backward hooks": with_backward_hooks,
 }
 WITHOUT_SKIP_HOOKS = (
-    *("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21", "ideogram4"),
-    *("ernie_image", "omnigen", "auraflow"),
+    *("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21"),
+    *("ernie_image", "omnigen"),
 )
 WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
@@ -209,8 +209,8 @@ FEW_BITS = {"layerwise casting", "int8 activations"}
 # Attention has no kernel for float32. These heads have none either, so that it counts as left alone although
 # the stored weights are bfloat16.
 HEADS = {"layerwise casting": {"heads": 2, "head_dim": 136}}
-# Those whose heads have a fixed size, with a kernel, are injected after it.
-LATER = {("layerwise casting", name) for name in ("allegro", "hunyuan_dit")}
+# Its heads have a fixed size, with a kernel, so it is injected after it.
+LATER = "layerwise casting", "allegro"
 
 
 def in_autocast(family, model, arguments):
@@ -307,7 +307,7 @@ def test_behaviour(kernel, device, family, feature):
     The model is injected before the change in one half of the families, and after it in the other half.
     """
     position = [*FAMILIES].index(family.name) + [*CHANGES, *RUNS].index(feature)
-    is_injected_first = position % 2 == 0 and (feature, family.name) not in LATER
+    is_injected_first = position % 2 == 0 and (feature, family.name) != LATER
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":

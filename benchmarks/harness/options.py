@@ -16,15 +16,14 @@ from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ernie_image import ERNIE_IMAGE
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
-from benchmarks.models.ideogram4 import IDEOGRAM4
-from benchmarks.models.images import AURAFLOW, COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, Z_IMAGE
+from benchmarks.models.images import COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, Z_IMAGE
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
-from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO, SANA_WM_REFINER
+from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
 from benchmarks.models.motif_video import MOTIF_VIDEO
 from benchmarks.models.nucleus import NUCLEUS_IMAGE
 from benchmarks.models.omnigen import OMNIGEN
-from benchmarks.models.pixart import HUNYUAN_DIT, LATTE, PIXART
+from benchmarks.models.pixart import LATTE, PIXART
 from benchmarks.models.published import Published
 from benchmarks.models.qwenimage import KREA2, QWENIMAGE, QWENIMAGE21
 from benchmarks.models.stable_diffusion import SD3, SDXL, SDXL_CHANNELS_LAST
@@ -33,12 +32,12 @@ from benchmarks.models.wan import WAN, WAN_SMALL
 from benchmarks.models.wan_relatives import ANYFLOW, ANYFLOW_FAR, HELIOS
 
 PUBLISHED: tuple[Published, ...] = (
-    *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, AURAFLOW, ALLEGRO),
+    *(LTX_VIDEO, FLUX, FLUX2, SD3, QWENIMAGE, WAN, WAN_SMALL, COSMOS, ALLEGRO),
     *(HUNYUAN_VIDEO, HUNYUAN_VIDEO15, LTX2, LTX2_DISTILLED, Z_IMAGE, FLUX3, KREA2),
     *(CHROMA, LONGCAT_IMAGE, OVIS_IMAGE, BRIA, FIBO, FIBO2, LUMINA2, MOCHI),
     *(COGVIDEOX, EASYANIMATE, COGVIEW3, COGVIEW4, GLM_IMAGE, SDXL, SDXL_CHANNELS_LAST),
-    *(PIXART, LATTE, HUNYUAN_DIT, HELIOS, ANYFLOW, ANYFLOW_FAR, MOTIF_VIDEO, SANA_WM_REFINER),
-    *(COSMOS3, NUCLEUS_IMAGE, IDEOGRAM4, ERNIE_IMAGE, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN),
+    *(PIXART, LATTE, HELIOS, ANYFLOW, ANYFLOW_FAR, MOTIF_VIDEO),
+    *(COSMOS3, NUCLEUS_IMAGE, ERNIE_IMAGE, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN),
     *(QWENIMAGE21, MINIMAX_H3, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )
 MODELS = {published.key: published for published in PUBLISHED}

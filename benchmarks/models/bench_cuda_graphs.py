@@ -11,7 +11,7 @@ benchmarks/results/cuda_graphs:
 
     python benchmarks/models/bench_cuda_graphs.py
     python benchmarks/models/bench_cuda_graphs.py --model ltx --sizes 49x512x768 --rounds 10
-    python benchmarks/models/bench_cuda_graphs.py --model flux2,sd3,qwenimage,wan,cosmos,auraflow,allegro
+    python benchmarks/models/bench_cuda_graphs.py --model flux2,sd3,qwenimage,wan,cosmos,allegro
     python benchmarks/models/bench_cuda_graphs.py --device cpu --tiny --output /tmp/cuda_graphs.json
 
 On a CPU the modes with CUDA graphs are left out. bench_cuda_graphs_memory.py measures the memory of graphs of

@@ -42,9 +42,13 @@ from tabulate import tabulate
 from benchmarks import models
 from benchmarks.harness import cuda_graphs, options, record, timing
 from benchmarks.harness.options import DEVICE, TINY, modes_on, modes_option, names_option
+from benchmarks.models.ideogram4 import IDEOGRAM4
+from benchmarks.models.images import AURAFLOW
 from benchmarks.models.in_part_images import IMAGES
 from benchmarks.models.in_part_sequences import SEQUENCES
 from benchmarks.models.in_part_unets import UNETS
+from benchmarks.models.ltx import SANA_WM_REFINER
+from benchmarks.models.pixart import HUNYUAN_DIT
 from benchmarks.models.published import Published
 from benchmarks.models.wan_relatives import WAN_ANIMATE2
 
@@ -54,7 +58,8 @@ RUNS = 3
 WARM_UP_ROUNDS = 2
 CONSECUTIVE = 3  # forwards of a sample
 DTYPE = torch.bfloat16
-MODELS = {entry.key: entry for entry in (WAN_ANIMATE2, *IMAGES, *SEQUENCES, *UNETS)}
+_BY_FAMILIES = (AURAFLOW, HUNYUAN_DIT, IDEOGRAM4, SANA_WM_REFINER, WAN_ANIMATE2)
+MODELS = {entry.key: entry for entry in (*_BY_FAMILIES, *IMAGES, *SEQUENCES, *UNETS)}
 
 
 def model_and_arguments(

@@ -173,7 +173,7 @@ def gathered_forwards(results: Path) -> dict | None:
         results,
     )
     if gathered is not None:
-        forwards = gathered["graph_forwards"]
+        forwards = [f for f in gathered["graph_forwards"] if f["name"] in TITLES]
         order = list(TITLES)
         chosen = sorted(
             (f for f in forwards if not any(has_more_modes(other, f) for other in forwards)),

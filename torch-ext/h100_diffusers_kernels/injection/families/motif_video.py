@@ -23,7 +23,6 @@ from ..parallel import exchange, plans
 from ..parts import blocks, linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norm_modules import OUTPUT_NORM
-from ..parts.rotary import identity_tables
 from ..quantized.fp8_linears import computed
 from ..quantized.precision import TWO_LISTS
 from .hunyuan_video import JointAttention, attention_forward, is_pair_of_tables
@@ -113,7 +112,12 @@ def _cross_attention_forward(
 
     sizes, mask = (length, text_length, first), attention_mask
     mask = None if mask is None else call.shared(("text", *sizes), mask, of_text)
-    unrotated = partial(identity_tables, length=text_length - first)
+
+    def unrotated(rope: Any) -> tuple[Tensor, Tensor]:
+        """Tables of tokens that are not rotated."""
+        shape = (text_length - first, rope[0].shape[-1])
+        return rope[0].new_ones(shape), rope[0].new_zeros(shape)
+
     options = {"key_rope": call.shared(("unrotated", *sizes), rope, unrotated)}
     rotate = partial(call.stand_in.functions[1].function, sequence_dim=1)
     return run_attention(

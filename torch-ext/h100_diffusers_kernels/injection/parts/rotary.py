@@ -135,12 +135,6 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     return None
 
 
-def identity_tables(rope: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Tables (cos, sin), each (length, d) like those of ``rope``, for tokens that are not rotated."""
-    shape = (length, rope[0].shape[-1])
-    return rope[0].new_ones(shape), rope[0].new_zeros(shape)
-
-
 def rotated_in_float32(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
     """x (B, S, H, d), whose pairs are (2i, 2i + 1), rotated by tables (cos, sin) of one value an element, as
     some models' own code rotates it."""
