@@ -1,15 +1,16 @@
 """Draws the cases that `make test` runs: a seeded share of each function that takes long.
 
-A function whose cases take less than a second in all runs whole. Of any other, a draw takes
+A function whose cases take less than a second in all runs whole. One without parameters that takes 3 seconds
+or more runs in one of `TURNS` consecutive seeds. Of any other, a draw takes
 
-- each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 20
-  values, such as the families, a half or a third of them, which the next seeds complete,
+- each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 10
+  values, such as the families, a half to a quarter of them, which the next seeds complete,
 - with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
 - each case once in `PERIOD` consecutive seeds, or a fifth of the cases alone with `drawn(times=0, period=5)`,
 - all cases if the function is marked `whole`, and those that tools/quality/seeded_faults.toml names.
 
 `seconds.json` has the seconds of the functions that take a second or more. `make test-full
-PYTEST_ARGS=--record-seconds` writes it.
+PYTEST_ARGS=--record-seconds` writes it; with a draw, only larger ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 PERIOD = 30
-MANY_VALUES, MOST_SHARES = 20, 3
+MANY_VALUES, MOST_SHARES = 10, 4
+LONG, TURNS = 3, 3  # seconds, seeds
 
 
 def commit_number():
@@ -41,6 +43,10 @@ def function_of(nodeid):
 
 def is_short(name, seconds):
     return seconds.get(name, 0) < 1
+
+
+def has_turn(name, seed):
+    return random.Random(name).randrange(TURNS) == seed % TURNS
 
 
 def _value(value):
@@ -118,7 +124,10 @@ def draw(items, seed, seconds, named, is_drawn=lambda item: True):
             chosen.update(cases)
             continue
         marker = first.get_closest_marker("drawn")
-        chosen.update(draw_cases(cases, name, seed, **(marker.kwargs if marker else {})))
+        if hasattr(first, "callspec"):
+            chosen.update(draw_cases(cases, name, seed, **(marker.kwargs if marker else {})))
+        elif seconds[name] < LONG or has_turn(name, seed):
+            chosen.add(first)
         chosen.update(case for case in cases if case.nodeid in named)
     return [item for item in items if item in chosen]
 
@@ -163,6 +172,8 @@ class Selection:
             for name, taken in seconds.most_common(config.option.slowest):
                 terminalreporter.line(f"{taken:7.1f} s {cases[name]:5} cases  {name}")
         if config.option.record_seconds:
+            if config.option.draw:  # it ran a part of the cases
+                seconds |= collections.Counter(json.loads(SECONDS.read_text()))  # the larger ones
             long = {name: round(taken, 1) for name, taken in seconds.items() if taken >= 1}
             SECONDS.write_text(json.dumps(dict(sorted(long.items())), indent=1) + "\n")
 

@@ -67,6 +67,7 @@ def test_figures_agree_with_the_results(path):
 
 
 @pytest.mark.usefixtures("_committed")
+@pytest.mark.whole
 def test_plots_agree_with_the_results():
     folder = CHECKOUT / "benchmarks" / "plots"
     committed = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.svg")}

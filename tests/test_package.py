@@ -165,6 +165,7 @@ def test_variant_holds_the_package_and_nothing_else(variant, extension):
     assert files == package | {"_ops.py", "metadata.json", extension.name, f"{MODULE}/__init__.py"}
 
 
+@pytest.mark.whole
 def test_loads(kernel, variant, device, monkeypatch):
     """By the compatibility folder too: after `get_kernel`, and as the first import in a process."""
     monkeypatch.syspath_prepend(variant)

@@ -11,8 +11,8 @@ import selection
 from conftest import CHECKOUT
 from selection import PERIOD, draw
 
-NAMES, KINDS, FLAGS = [f"n{i}" for i in range(20)], ["a", "b", {"c": 1}], [False, True]
-SECONDS = {"f": 5.0, "once": 3.0}
+NAMES, KINDS, FLAGS = [f"n{i}" for i in range(10)], ["a", "b", {"c": 1}], [False, True]
+SECONDS = {"f": 5.0, "once": 2.0, "long": 3.0}
 
 
 def item(function, *values, marks=()):
@@ -73,8 +73,8 @@ def test_a_share():
 
 
 def test_many_values():
-    """A draw takes a half of 22 values, a third of 100, and consecutive draws take all."""
-    for count, shares in ((22, 2), (100, 3)):
+    """A draw takes a half of 12 values, a quarter of 100, and consecutive draws take all."""
+    for count, shares in ((12, 2), (100, 4)):
         cases = [item("f", f"n{i}") for i in range(count)]
         drawn = [{*draw(cases, seed, SECONDS, [])} for seed in range(shares)]
         assert all(count / shares - 1 < len(each) < count * 0.6 for each in drawn)
@@ -99,8 +99,10 @@ def test_what_runs_whole(cases):
 
 
 def test_a_function_without_parameters():
-    once = [item("once")]
-    assert draw(once, 7, SECONDS, []) == once
+    once, long = [item("once")], [item("long")]
+    assert [draw(once, seed, SECONDS, []) for seed in range(3)] == [once] * 3
+    assert sorted(len(draw(long, seed, SECONDS, [])) for seed in range(3)) == [0, 0, 1]
+    assert draw(long, 0, SECONDS, ["long"]) == draw(long, 1, SECONDS, ["long"]) == long
 
 
 def test_recorded_functions_exist():
