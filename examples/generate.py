@@ -347,7 +347,7 @@ def run_side(
     "--frames",
     "num_frames",
     type=click.IntRange(5, MAX_FRAMES),
-    help="Of a video: a multiple of 4 plus 1, or of 8 plus 1.",
+    help="Of a video: a multiple of 4, 6 or 8 plus 1.",
 )
 @click.option("--fps", type=click.IntRange(1, 240), help="Of a video.")
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)

@@ -132,6 +132,21 @@ FLUX_VAE = (
 )
 # Schedule of Stable Diffusion, of which the training is published.
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+# That of CogVideoX and CogView3+.
+COG_NOISE = {
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "timestep_spacing": "trailing",
+}
+COGVIEW_VAE = {
+    **IMAGE_VAE,
+    "block_out_channels": (128, 512, 1024, 1024),
+    "layers_per_block": 3,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "mid_block_add_attention": False,
+}
 NEGATIVE_VIDEO = "worst quality, inconsistent motion, blurry, jittery, distorted"
 # What a small model changes, where its class has it.
 SMALL = {
@@ -147,7 +162,7 @@ SMALL = {
     "text_embed_dim": 64,
     "block_out_channels": (32, 32, 32, 32),
     "layers_per_block": 1,
-    "base_dim": 16,
+    "base_dim": 8,
     "num_res_blocks": 1,
 }
 
@@ -245,6 +260,18 @@ MODELS = {
         },
         text={"prompt_embeds": (512, "text_dim")},
     ),
+    "anyflow": Model(
+        hub_id="nvidia/AnyFlow-Wan2.1-T2V-14B-Diffusers",
+        pipeline="AnyFlowPipeline",
+        size=(4, 480, 832, 33),
+        call={"guidance_scale": 1.0, "negative_prompt": ""},
+        parts={
+            "transformer": ("AnyFlowTransformer3DModel", {"num_layers": 3}),
+            "vae": ("AutoencoderKLWan", {}),
+            "scheduler": ("FlowMapEulerDiscreteScheduler", {"shift": 5.0}),
+        },
+        text={"prompt_embeds": (512, "text_dim")},
+    ),
     "hunyuan-video": Model(
         hub_id="hunyuanvideo-community/HunyuanVideo",
         pipeline="HunyuanVideoPipeline",
@@ -300,17 +327,82 @@ MODELS = {
                 },
             ),
             "vae": ("AutoencoderKLCogVideoX", {"scaling_factor": 0.7}),
-            "scheduler": (
-                "CogVideoXDDIMScheduler",
-                {
-                    "prediction_type": "v_prediction",
-                    "rescale_betas_zero_snr": True,
-                    "timestep_spacing": "trailing",
-                },
-            ),
+            "scheduler": ("CogVideoXDDIMScheduler", COG_NOISE),
         },
         text={"prompt_embeds": (226, "text_embed_dim")},
         fps=8,
+    ),
+    "easyanimate": Model(
+        hub_id="alibaba-pai/EasyAnimateV5.1-7b-zh-diffusers",
+        pipeline="EasyAnimatePipeline",
+        size=(50, 512, 512, 49),
+        call={"guidance_scale": 6.0, "negative_prompt": "bad detailed"},
+        parts={
+            "transformer": (
+                "EasyAnimateTransformer3DModel",
+                {
+                    "num_layers": 4,
+                    "mmdit_layers": 2,
+                    "in_channels": 16,
+                    "out_channels": 16,
+                    "patch_size": 2,
+                    "add_norm_text_encoder": True,
+                },
+            ),
+            "vae": ("AutoencoderKLMagvit", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (256, "text_embed_dim"), "prompt_attention_mask": (256,)},
+        small={
+            "mmdit_layers": 1,
+            "block_out_channels": (16, 16, 16, 16),
+            "norm_num_groups": 16,
+        },
+        fps=8,
+    ),
+    "motif-video": Model(
+        hub_id="Motif-Technologies/Motif-Video-2B",
+        pipeline="MotifVideoPipeline",
+        size=(50, 736, 1280, 121),
+        call={"negative_prompt": NEGATIVE_VIDEO},
+        parts={
+            "transformer": (
+                "MotifVideoTransformer3DModel",
+                {
+                    "num_attention_heads": 12,
+                    "num_layers": 2,
+                    "num_single_layers": 4,
+                    "num_decoder_layers": 1,
+                    "text_embed_dim": 2560,
+                    "enable_text_cross_attention_dual": True,
+                    "enable_text_cross_attention_single": True,
+                },
+            ),
+            "vae": ("AutoencoderKLWan", {}),
+            "guider": ("guiders.ClassifierFreeGuidance", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (512, "text_embed_dim"), "prompt_attention_mask": (512,)},
+        fps=24,
+    ),
+    "mochi": Model(
+        hub_id="genmo/mochi-1-preview",
+        pipeline="MochiPipeline",
+        size=(28, 480, 848, 19),
+        call={"guidance_scale": 3.5, "negative_prompt": ""},
+        parts={
+            "transformer": ("MochiTransformer3DModel", {"num_layers": 4}),
+            "vae": ("AutoencoderKLMochi", {}),
+            "scheduler": (FLOW[0], {"invert_sigmas": True}),
+        },
+        text={"prompt_embeds": (256, "text_embed_dim"), "prompt_attention_mask": (256,)},
+        small={
+            "encoder_block_out_channels": (32, 32, 32, 32),
+            "decoder_block_out_channels": (32, 32, 32, 32),
+            "layers_per_block": (1,) * 5,
+        },
+        frames_step=6,
+        fps=30,
     ),
     "flux": Model(
         hub_id="black-forest-labs/FLUX.1-dev",
@@ -355,6 +447,43 @@ MODELS = {
         text={"prompt_embeds": (512, "joint_attention_dim"), "prompt_attention_mask": (512,)},
         small={"approximator_hidden_dim": 64, "approximator_layers": 1},
     ),
+    "ovis-image": Model(
+        hub_id="AIDC-AI/Ovis-Image-7B",
+        pipeline="OvisImagePipeline",
+        size=(50, 1024, 1024),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "OvisImageTransformer2DModel",
+                {"num_layers": 2, "num_single_layers": 9},
+            ),
+            "vae": FLUX_VAE,
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (256, "joint_attention_dim")},
+    ),
+    "bria": Model(
+        hub_id="briaai/BRIA-3.2",
+        pipeline="BriaPipeline",
+        size=(30, 1024, 1024),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "BriaTransformer2DModel",
+                {
+                    "num_layers": 3,
+                    "num_single_layers": 10,
+                    "in_channels": 16,
+                    "attention_head_dim": 96,
+                    "axes_dims_rope": (0, 48, 48),
+                },
+            ),
+            "vae": ("AutoencoderKL", IMAGE_VAE),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (128, "joint_attention_dim")},
+        small={"pooled_projection_dim": None},
+    ),
     "lumina2": Model(
         hub_id="Alpha-VLLM/Lumina-Image-2.0",
         pipeline="Lumina2Pipeline",
@@ -387,6 +516,28 @@ MODELS = {
             "n_kv_heads": 2,
             "cap_feat_dim": 64,
         },
+    ),
+    "ernie-image": Model(
+        hub_id="baidu/ERNIE-Image",
+        pipeline="ErnieImagePipeline",
+        size=(50, 1024, 1024),
+        call={"guidance_scale": 4.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "ErnieImageTransformer2DModel",
+                {
+                    "num_layers": 4,
+                    "hidden_size": 4096,
+                    "num_attention_heads": 32,
+                    "ffn_hidden_size": 12288,
+                    "text_in_dim": 3072,
+                },
+            ),
+            "vae": ("AutoencoderKLFlux2", {}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (128, "text_in_dim")},
+        small={"hidden_size": 2 * 128, "ffn_hidden_size": 512, "text_in_dim": 64},
     ),
     "krea2": Model(
         hub_id=None,
@@ -463,6 +614,56 @@ MODELS = {
         },
         small={"text_embed_2_dim": 32, "block_out_channels": (32, 32, 32, 32, 128, 128)},
         side_step=32,
+    ),
+    "cogview3-plus": Model(
+        hub_id="THUDM/CogView3-Plus-3B",
+        pipeline="CogView3PlusPipeline",
+        size=(50, 1024, 1024),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "transformer": ("CogView3PlusTransformer2DModel", {"num_layers": 8}),
+            "vae": ("AutoencoderKL", COGVIEW_VAE),
+            "scheduler": ("CogVideoXDDIMScheduler", {**COG_NOISE, "snr_shift_scale": 4.0}),
+        },
+        text={"prompt_embeds": (224, "text_embed_dim")},
+        max_side=2048,  # of its position embeddings
+    ),
+    "cogview4": Model(
+        hub_id="THUDM/CogView4-6B",
+        pipeline="CogView4Pipeline",
+        size=(50, 1024, 1024),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "transformer": (
+                "CogView4Transformer2DModel",
+                {"num_layers": 4, "attention_head_dim": 128, "num_attention_heads": 32},
+            ),
+            "vae": ("AutoencoderKL", {**COGVIEW_VAE, "scaling_factor": 1.0}),
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (224, "text_embed_dim")},
+    ),
+    "pixart-sigma": Model(
+        hub_id="PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        pipeline="PixArtSigmaPipeline",
+        size=(20, 1024, 1024),
+        # Binning would resize other images than those of its list of sizes.
+        call={"guidance_scale": 4.5, "negative_prompt": "", "use_resolution_binning": False},
+        parts={
+            "transformer": (
+                "PixArtTransformer2DModel",
+                {
+                    "num_layers": 8,
+                    "caption_channels": 4096,
+                    "interpolation_scale": 2,
+                    "use_additional_conditions": False,
+                },
+            ),
+            "vae": ("AutoencoderKL", {**IMAGE_VAE, "scaling_factor": 0.13025}),
+            "scheduler": ("DPMSolverMultistepScheduler", {}),
+        },
+        text={"prompt_embeds": (300, "caption_channels"), "prompt_attention_mask": (300,)},
+        small={"cross_attention_dim": 2 * 72, "caption_channels": 64},
     ),
     "cosmos": Model(
         hub_id="nvidia/Cosmos-Predict2-2B-Text2Image",
@@ -740,6 +941,8 @@ def call_arguments(model: Model, pipe, small: bool, prompt: str, **changes) -> d
     if small and model.trained is not None and pipe.text_encoder is not None:
         values, call = model.trained.size, model.trained.call
     size = dict(zip(SIZE[: len(model.size)], values, strict=False))
+    if model.is_video:  # the small size's frames are not those of every model
+        size["num_frames"] -= (size["num_frames"] - 1) % model.frames_step
     arguments = {"prompt": prompt, **call, **size, **changes}
     if getattr(pipe.vae.config, "timestep_conditioning", False):
         # LTX-Video 0.9.1 and later decode slightly noised latents.
@@ -751,7 +954,8 @@ def call_arguments(model: Model, pipe, small: bool, prompt: str, **changes) -> d
     for part in (*model.parts, model.denoiser):
         config |= getattr(getattr(pipe, part), "config", {})
     prompts = [name for name in arguments if name.endswith("prompt")]
-    texts = {name.removesuffix("prompt"): arguments.pop(name) for name in prompts}
+    texts = {name.removesuffix("prompt"): arguments[name] for name in prompts}
+    arguments |= dict.fromkeys(prompts)  # their defaults are not always None
     for prefix, text in texts.items():
         for name, shape in model.text.items():
             sizes = [config[size] if isinstance(size, str) else size for size in shape]

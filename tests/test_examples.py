@@ -122,11 +122,12 @@ def test_result_is_equal_to_eagers(run, model, monkeypatch, tmp_path):
         for name, shape in entry.text.items()
     }
     monkeypatch.setitem(pipelines.MODELS, model, dataclasses.replace(entry, text=text))
-    output = succeeds(run("--model", model, *(SMALL_VIDEO if is_video else SMALL), "--compare"))
+    ending, num_frames = (".mp4", 9 - 8 % entry.frames_step) if is_video else (".png", 1)
+    size = [*SMALL, "--frames", num_frames] if is_video else SMALL
+    output = succeeds(run("--model", model, *size, "--compare"))
     kind = f"trained {model}: " if entry.trained else f"{model} with random weights, "
     assert f"Running a small {kind}" in output
     assert f"{denoiser}: in full" in output, "the injection's report"
-    ending, num_frames = (".mp4", 9) if is_video else (".png", 1)
     injected, both = given[f"{model}{ending}"], given[f"{model}-compare{ending}"]
     assert injected.shape == (num_frames, 64, 96, 3) and both.shape == (num_frames, 64, 192, 3)
     for name, frames in given.items():
@@ -606,11 +607,22 @@ def dtypes(pipe):
     }
 
 
+def vae_factor(pipe, *names):
+    """The pipeline's attribute, which has one of these names after `vae_`."""
+    (factor,) = (value for name in names if (value := getattr(pipe, f"vae_{name}", None)))
+    return factor
+
+
 def side_step(pipe, entry):
     """Sides are multiples of it: pixels of a latent times latents of a token."""
-    names = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
-    (scale,) = (getattr(pipe, name) for name in names if hasattr(pipe, name))
-    if entry.pipeline in ("FluxPipeline", "Flux2Pipeline", "ChromaPipeline"):
+    names = (
+        "scale_factor",
+        "scale_factor_spatial",
+        "spatial_compression_ratio",
+        "spatial_scale_factor",
+    )
+    scale = vae_factor(pipe, *names)
+    if entry.pipeline in ("FluxPipeline", "Flux2Pipeline", "ChromaPipeline", "OvisImagePipeline"):
         return 2 * scale  # the pipeline makes patches itself
     # A UNet halves the latents; Z-Image's patches have more than one size.
     patch = getattr(pipe, entry.denoiser).config.get("patch_size", 2)
@@ -618,9 +630,8 @@ def side_step(pipe, entry):
 
 
 def frames_step(pipe):
-    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
-    (step,) = (getattr(pipe, name) for name in names if hasattr(pipe, name))
-    return step
+    names = ("scale_factor_temporal", "temporal_compression_ratio", "temporal_scale_factor")
+    return vae_factor(pipe, *names)
 
 
 published_models = pytest.mark.parametrize(
