@@ -14,6 +14,9 @@ from processes import one_thread
 
 # Values are compared with float64: convolutions must compute in float32.
 torch.backends.cudnn.allow_tf32 = False
+if not torch.cuda.is_available():
+    # PyTorch's own spends most of its time on keeping the stack for a GPU that may come later.
+    torch.manual_seed = torch.default_generator.manual_seed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 GENERAL = tomllib.loads((CHECKOUT / "build.toml").read_text(encoding="utf-8"))["general"]
@@ -43,9 +46,8 @@ def device():
 
 
 @pytest.fixture(autouse=True)
-def _seed(device):
-    # Without a GPU, torch.manual_seed spends most of its time on keeping the stack for a later one.
-    (torch.manual_seed if device == "cuda" else torch.default_generator.manual_seed)(20)
+def _seed():
+    torch.manual_seed(20)
 
 
 @pytest.fixture

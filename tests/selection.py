@@ -1,7 +1,7 @@
 """Draws the cases that `make test` runs: a seeded share of each function that takes long.
 
-A function whose cases take less than a second in all runs whole. One without parameters that takes 3 seconds
-or more runs in one of `TURNS` consecutive seeds. Of any other, a draw takes
+A function whose cases take less than a second in all runs whole. If each takes `LONG` seconds or more, a
+case is in one of `TURNS` consecutive seeds. Of any other function a draw takes
 
 - each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 10
   values, such as the families, a half to a quarter of them, which the next seeds complete,
@@ -27,7 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 PERIOD = 30
 MANY_VALUES, MOST_SHARES = 10, 4
-LONG, TURNS = 3, 3  # seconds, seeds
+LONG, TURNS = 1.5, 4  # seconds a case, seeds
 
 
 def commit_number():
@@ -45,10 +45,6 @@ def is_short(name, seconds):
     return seconds.get(name, 0) < 1
 
 
-def has_turn(name, seed):
-    return random.Random(name).randrange(TURNS) == seed % TURNS
-
-
 def _value(value):
     """A key that is equal for equal values, and in each process for the same case."""
     try:
@@ -60,7 +56,7 @@ def _value(value):
 
 def _marks(item, pairs):
     """What a draw must take of a case: its parameters' values, and its pairs of values."""
-    params = item.callspec.params if hasattr(item, "callspec") else {}
+    params = item.callspec.params if hasattr(item, "callspec") else {"": ""}
     values = {name: _value(value) for name, value in params.items()}
     yield from ((name, value) for name, value in values.items())
     yield from ((pair, tuple(values.get(name) for name in pair)) for pair in pairs)
@@ -79,12 +75,13 @@ def _in_other_shares(marks, pairs, seed):
 def draw_cases(cases, name, seed, times=1, pairs=(), period=PERIOD):
     """The cases of one function that a seed draws."""
     # In the same order for all seeds, so that each case is in one of `period` shares.
-    cases = random.Random(name).sample(cases, len(cases))
-    share = [case for i, case in enumerate(cases) if i % period == seed % period]
+    order = random.Random(name)
+    cases, first = order.sample(cases, len(cases)), order.randrange(period)
+    share = [case for i, case in enumerate(cases, first) if i % period == seed % period]
     marks = {case: list(_marks(case, pairs)) for case in cases}
     left = collections.Counter(mark for of_case in marks.values() for mark in of_case)
     left = {mark: min(1 if mark[0] in pairs else times, n) for mark, n in left.items()}
-    left.update(dict.fromkeys(_in_other_shares([*left], pairs, seed), 0))
+    left.update(dict.fromkeys(_in_other_shares([*left], pairs, seed + first), 0))
     chosen = set()
 
     def take(case):
@@ -100,7 +97,7 @@ def draw_cases(cases, name, seed, times=1, pairs=(), period=PERIOD):
         for case in rest:
             if case not in chosen and sum(left[mark] > 0 for mark in marks[case]) >= missing:
                 take(case)
-    return chosen or cases[:1]
+    return chosen
 
 
 def draw(items, seed, seconds, named, is_drawn=lambda item: True):
@@ -124,10 +121,10 @@ def draw(items, seed, seconds, named, is_drawn=lambda item: True):
             chosen.update(cases)
             continue
         marker = first.get_closest_marker("drawn")
-        if hasattr(first, "callspec"):
-            chosen.update(draw_cases(cases, name, seed, **(marker.kwargs if marker else {})))
-        elif seconds[name] < LONG or has_turn(name, seed):
-            chosen.add(first)
+        options = marker.kwargs if marker else {}
+        if seconds[name] >= LONG * len(cases):
+            options = {"times": 0, "period": TURNS}
+        chosen.update(draw_cases(cases, name, seed, **options))
         chosen.update(case for case in cases if case.nodeid in named)
     return [item for item in items if item in chosen]
 

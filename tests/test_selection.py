@@ -12,7 +12,7 @@ from conftest import CHECKOUT
 from selection import PERIOD, draw
 
 NAMES, KINDS, FLAGS = [f"n{i}" for i in range(10)], ["a", "b", {"c": 1}], [False, True]
-SECONDS = {"f": 5.0, "once": 2.0, "long": 3.0}
+SECONDS = {"f": 5.0, "once": 1.0, "long": 2.0, "several": 9.0}
 
 
 def item(function, *values, marks=()):
@@ -101,8 +101,15 @@ def test_what_runs_whole(cases):
 def test_a_function_without_parameters():
     once, long = [item("once")], [item("long")]
     assert [draw(once, seed, SECONDS, []) for seed in range(3)] == [once] * 3
-    assert sorted(len(draw(long, seed, SECONDS, [])) for seed in range(3)) == [0, 0, 1]
+    assert sorted(len(draw(long, seed, SECONDS, [])) for seed in range(4)) == [0, 0, 0, 1]
     assert draw(long, 0, SECONDS, ["long"]) == draw(long, 1, SECONDS, ["long"]) == long
+
+
+def test_long_cases_take_turns():
+    cases = [item("several", f"n{i}") for i in range(6)]
+    drawn = [draw(cases, seed, SECONDS, []) for seed in range(4)]
+    assert sorted(map(len, drawn)) == [1, 1, 2, 2]
+    assert {*itertools.chain(*drawn)} == {*cases}
 
 
 def test_recorded_functions_exist():

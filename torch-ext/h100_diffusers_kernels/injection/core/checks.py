@@ -72,6 +72,8 @@ class KnownFunction:
         _known.append(self)
 
     def look_up(self) -> None:
+        if self.function is not None:
+            return
         module_name, _, qualified_name = self._path.partition(":")
         class_name_, _, self.name = qualified_name.rpartition(".")
         owner: Any = sys.modules.get(module_name)
