@@ -695,9 +695,11 @@ def test_compiled(kernel, device, kind, family):
     for seed in range(2):
         assert_alike(model, plain, family.inputs(device, seed=seed))
     compiled = getattr(model, "_repeated_blocks", None) or family.block_lists
-    # Further graphs, as without kernels: mode blocks of FLUX.3 get text or an image, and blocks of Z-Image
-    # text, an image, or both, and those of FIBO 2 an image or both.
-    more = {"flux3": 1, "z_image": 2, "bria_fibo2": 1}.get(family.name, 0)
+    # Further graphs, as without kernels: mode blocks of FLUX.3 get text or an image, blocks of Z-Image text,
+    # an image, or both, those of FIBO 2 an image or both. Some of Motif-Video get a mask, some of
+    # Nucleus-Image have experts.
+    of_several = {"flux3": 1, "z_image": 2, "bria_fibo2": 1, "motif_video": 1, "nucleus": 1}
+    more = of_several.get(family.name, 0)
     assert counter.frame_count == (len(compiled) + more if kind == "blocks" else 1)
     with_kernels = 0
     for graph in counter.graphs:
