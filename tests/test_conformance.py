@@ -41,7 +41,7 @@ from random_sequences import MODELS, REPLACEMENTS, Step, Twins, is_adaptive_norm
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
 
-IN_PART = ("unet_of_sdxl", "prx")
+IN_PART = ("unet_of_sdxl", "auraflow")
 TRAINED = TRAINED_LTX.name
 
 

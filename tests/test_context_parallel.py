@@ -47,7 +47,7 @@ INPUTS = {
     "flux2": ({}, {"batch": 1}),
     "qwenimage": ({}, {"mask": "padded"}),
     "wan": ({}, {"batch": 1}),
-    "helios": ({"tokens": 2}, {"tokens": 2, "batch": 1}),
+    "helios": ({"tokens": 13}, {"tokens": 13, "batch": 1}),
     "anyflow": ({}, {"batch": 1}),
     "minimax_h3": ({"text_length": 7}, {"text_length": 7, "batch": 1}),
     "hunyuan_video": ({}, {"batch": 1}),
