@@ -1,10 +1,10 @@
 """Draws the cases that `make test` runs: a seeded share of each function that takes long.
 
-A function whose cases take less than a second in all runs whole. If each takes `LONG` seconds or more, a
+A function whose cases take less than a second in all runs whole. If each takes `LONG` second or more, a
 case is in one of `TURNS` consecutive seeds. Of any other function a draw takes
 
-- each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 10
-  values, such as the families, a half to a quarter of them, which the next seeds complete,
+- each value of each parameter once, or three times with `drawn(times=3)`; of a parameter with more than 8
+  values, such as the families, a half to a sixth of them, which the next seeds complete,
 - with `drawn(pairs=[("a", "b")])` each pair of values of these two parameters,
 - each case once in `PERIOD` consecutive seeds, or a fifth of the cases alone with `drawn(times=0, period=5)`,
 - all cases if the function is marked `whole`, and those that tools/quality/seeded_faults.toml names.
@@ -26,8 +26,8 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
 PERIOD = 30
-MANY_VALUES, MOST_SHARES = 10, 4
-LONG, TURNS = 1.5, 4  # seconds a case, seeds
+MANY_VALUES, MOST_SHARES = 8, 6
+LONG, TURNS = 1, 5  # seconds a case, seeds
 
 
 def commit_number():
@@ -56,7 +56,7 @@ def _value(value):
 
 def _marks(item, pairs):
     """What a draw must take of a case: its parameters' values, and its pairs of values."""
-    params = item.callspec.params if hasattr(item, "callspec") else {"": ""}
+    params = item.callspec.params if hasattr(item, "callspec") else {}
     values = {name: _value(value) for name, value in params.items()}
     yield from ((name, value) for name, value in values.items())
     yield from ((pair, tuple(values.get(name) for name in pair)) for pair in pairs)
