@@ -462,6 +462,19 @@ MODELS = {
         },
         text={"prompt_embeds": (256, "joint_attention_dim")},
     ),
+    "prx": Model(
+        hub_id="Photoroom/prx-512-t2i-sft",
+        pipeline="PRXPipeline",
+        size=(28, 512, 512),
+        call={"guidance_scale": 5.0, "negative_prompt": ""},
+        parts={
+            "transformer": ("PRXTransformer2DModel", {"depth": 4}),
+            "vae": FLUX_VAE,
+            "scheduler": FLOW,
+        },
+        text={"prompt_embeds": (256, "context_in_dim"), "prompt_attention_mask": (256,)},
+        small={"hidden_size": 2 * 64, "num_heads": 2, "context_in_dim": 64},
+    ),
     "bria": Model(
         hub_id="briaai/BRIA-3.2",
         pipeline="BriaPipeline",

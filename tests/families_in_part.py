@@ -10,7 +10,7 @@ from families import FAMILIES, Family
 from small_models import BY_NAME
 
 LORA = ("to_q", "to_k", "to_out.0", "conv1", "conv2", "time_emb_proj", "conv_shortcut")
-IN_PART = ("prx", "unet", "auraflow", "stable_audio")
+IN_PART = ("minimax_music3", "unet", "auraflow", "stable_audio")
 
 
 class Families(collections.abc.Mapping):

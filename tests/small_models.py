@@ -211,12 +211,15 @@ MODELS = [
         attends=4, exact=("rotary_embedding",),
     ),
     SmallModel(
-        "prx", "PRXTransformer2DModel",
+        "minimax_music3", "MiniMaxMusic3Transformer1DModel",
         {
-            "in_channels": 4, "context_in_dim": 24, "hidden_size": 128, "num_heads": 2, "depth": 2,
-            "axes_dim": [32, 32],
+            "in_channels": 4, "condition_dim": 24, "num_layers": 2, "num_attention_heads": 2,
+            "ff_inner_dim": 48, "rotary_dim": 32, "fourier_embedding_dim": 8,
         },
-        lambda: _denoising(image(), timestep=torch.tensor([0.5, 0.2])),
+        lambda: {
+            "hidden_states": normal(2, 4, 9), "timestep": torch.tensor([0.5, 0.2]),
+            "encoder_hidden_states": normal(2, 9, 24),
+        },
         attends=2,
     ),
     SmallModel(

@@ -66,6 +66,7 @@ WHOLE = {
     m.chroma: (8.9, {"num_layers": 19, "num_single_layers": 38}, (24, 128), (4096,)),
     m.longcat_image: (6.3, {"num_layers": 10, "num_single_layers": 20}, (24, 128), (4096,)),
     m.ovis_image: (7.3, {"num_layers": 6, "num_single_layers": 27}, (24, 128), (4096,)),
+    m.prx: (1.2, {"depth": 16}, (28, 64), (4096,)),
     m.bria: (3.8, {"num_layers": 8, "num_single_layers": 28}, (24, 96), (4096,)),
     m.bria_fibo: (8.3, {"num_layers": 8, "num_single_layers": 38}, (24, 128), (4096,)),
     m.bria_fibo2: (7.7, {"n_layers": 44}, (28, 128), (4096,)),  # and 0.4 of 5 cross-attentions
@@ -119,7 +120,7 @@ def test_published_size(published):
         head_dim = sum(model.config.axes_dims)
         assert (model.config.model_dim // head_dim, head_dim) == heads
     elif not hasattr(model.config, "attention_head_dim"):
-        count = model.config.num_attention_heads
+        count = model.config.num_heads if published is m.prx else model.config.num_attention_heads
         assert (count, model.config.hidden_size // count) == heads
     else:
         assert (model.config.num_attention_heads, model.config.attention_head_dim) == heads
@@ -196,6 +197,7 @@ SCORES = {
     m.chroma: (IMAGE, 4, 0.35),
     m.longcat_image: (IMAGE, 4, 0.2),
     m.ovis_image: (IMAGE, 4, 0.2),
+    m.prx: (IMAGE, 2, 0.1),
     m.bria: (IMAGE, 4, 0.2),
     m.bria_fibo: (IMAGE, 4, 0.2),
     m.bria_fibo2: (IMAGE, 6, 0.45),
@@ -233,8 +235,9 @@ def test_weights_give_the_scores_their_standard_deviation(name, published, monke
     stds, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, *more, **given):
-        # Qwen-Image 2.1 and Cosmos 3 have the text's keys before the image's, Nucleus-Image after them.
-        own = key[..., -query.shape[-2] :, :] if published in (m.qwenimage21, m.cosmos3) else key
+        # Nucleus-Image has the text's keys after the image's, these have them before.
+        is_before = published in (m.qwenimage21, m.cosmos3, m.prx)
+        own = key[..., -query.shape[-2] :, :] if is_before else key
         own = key[..., : query.shape[-2], :] if published is m.nucleus_image else own
         if query.shape == own.shape:  # self-attention of the image, with or without the text
             scores = query @ own.mT / query.shape[-1] ** 0.5

@@ -175,7 +175,7 @@ def ask_for_a_gradient(model, arguments):
 
 
 @pytest.mark.usefixtures("_default_backend")
-@pytest.mark.parametrize("family", ["flux", "prx"])
+@pytest.mark.parametrize("family", ["flux", "minimax_music3"])
 @pytest.mark.parametrize(
     ("choose", "reason"),
     [(choose_backend, CHOSEN), (ask_for_a_gradient, "a derivative is requested")],

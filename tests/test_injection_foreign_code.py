@@ -34,7 +34,7 @@ from small_models import MODELS, run
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-UNET, PRX = map(family_of, ("unet", "prx"))
+UNET, MUSIC = map(family_of, ("unet", "minimax_music3"))
 # One whose blocks pass on values, one with joint attention, one partially injected.
 some_models = pytest.mark.parametrize("family", [LTX, FLUX, UNET], ids=str)
 
@@ -214,8 +214,8 @@ MODES = {  # the target of each, and models that use it
     "attention": (functools.partial(Scaled, "scaled_dot_product_attention"), [LTX]),
     "group_norm": (functools.partial(Scaled, "group_norm"), [UNET]),
     "dispatch": (ScaledLayerNorm, [FLUX, UNET]),
-    "flops": (Flops, [LTX, FLUX, UNET, PRX]),
-    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, PRX]),
+    "flops": (Flops, [LTX, FLUX, UNET, MUSIC]),
+    "skipped_scores": (AttentionScoreSkipFunctionMode, [LTX, MUSIC]),
 }
 MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for family in families]
 
@@ -224,7 +224,7 @@ MODES_AND_MODELS = [(name, family) for name, (_, families) in MODES.items() for 
 def test_modes_see_the_models_own_code(kernel, device, family, mode):
     """Within a mode both compute the same bits, and calls of the injected model count as its own code."""
     make_mode, _ = MODES[mode]
-    config = {} if family in (UNET, PRX) else {**KERNEL_HEADS, **family.one_block}
+    config = {} if family in (UNET, MUSIC) else {**KERNEL_HEADS, **family.one_block}
     model, plain, report, arguments = pair(kernel, family, device, torch.bfloat16, config)
     unlike = run(plain, arguments)
     results, counts = [], []
@@ -290,7 +290,7 @@ def test_a_patched_call_of_all_modules(kernel, device, family, attribute):
     assert fallen_back(report) and is_on_kernels(model, arguments)
 
 
-@pytest.mark.parametrize("family", [LTX, FLUX, SD3, UNET, PRX], ids=str)
+@pytest.mark.parametrize("family", [LTX, FLUX, SD3, UNET, MUSIC], ids=str)
 def test_a_patched_call_of_a_class(kernel, device, family):
     """Modules of any class with a patched ``__call__`` are called as often as in the plain model."""
     model, plain, _, arguments = pair(kernel, family, device)

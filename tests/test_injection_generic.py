@@ -13,7 +13,7 @@ from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 from diffusers.models import attention_dispatch, normalization
 from diffusers.models.attention_processor import AttnProcessor2_0, IPAdapterAttnProcessor2_0
-from diffusers.models.transformers import transformer_prx
+from diffusers.models.transformers import transformer_minimax_music3
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
@@ -37,9 +37,9 @@ from small_models import BY_NAME, MODELS, run, to
 
 pytestmark = [pytest.mark.usefixtures("_one_thread", "_default_backend")]
 
-PRX, UNET, AUDIO = (BY_NAME[name] for name in ("prx", "unet", "stable_audio"))
+MUSIC, UNET, AUDIO = (BY_NAME[name] for name in ("minimax_music3", "unet", "stable_audio"))
 COGVIEW = BY_NAME["cogview4"]
-some_models = pytest.mark.parametrize("small", [PRX, UNET], ids=str)
+some_models = pytest.mark.parametrize("small", [MUSIC, UNET], ids=str)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # Of modules with more than one.
 NORMS_OF_A_CALL = {
@@ -65,7 +65,7 @@ def attentions(model, arguments):
 
 @pytest.mark.drawn(times=0, period=5)
 @pytest.mark.parametrize(
-    ("small", "dtype"), [*((small, BFLOAT16) for small in MODELS), (PRX, torch.float16)], ids=str
+    ("small", "dtype"), [*((small, BFLOAT16) for small in MODELS), (MUSIC, torch.float16)], ids=str
 )
 def test_16_bits(kernel, device, small, dtype):
     """As close to the float32 model as eager, attention on the kernel, and the same bits after ejection."""
@@ -427,7 +427,7 @@ FUNCTIONS = {  # of a library, and the operations that are then left to the mode
     "layer_norm": (UNET, F, {"layer_norm", "gated_residual_layer_norm_modulate"}),
     "gelu": (UNET, F, {"geglu"}),
     "scaled_dot_product_attention": (UNET, F, {"attention"}),
-    "dispatch_attention_fn": (PRX, transformer_prx, {"attention"}),
+    "dispatch_attention_fn": (MUSIC, transformer_minimax_music3, {"attention"}),
 }
 
 
@@ -455,7 +455,7 @@ def operations(counter):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("small", [PRX, pytest.param(UNET, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("small", [MUSIC, pytest.param(UNET, marks=pytest.mark.slow)], ids=str)
 def test_compiled(kernel, device, small):
     """One graph, compiled once, with attention in it; the rest is left to Inductor."""
     model, plain, _, _ = pair(small, kernel, device)
@@ -493,7 +493,7 @@ def test_first_block_cache(kernel, device):
         assert relative_distance(out, expected) < 0.05
 
 
-@pytest.mark.parametrize("small", [PRX, UNET], ids=str)
+@pytest.mark.parametrize("small", [MUSIC, UNET], ids=str)
 def test_vmap(kernel, device, small):
     model, plain, _, arguments = pair(small, kernel, device)
     (key,) = {"sample", "hidden_states"} & arguments.keys()
@@ -514,7 +514,7 @@ def test_vmap(kernel, device, small):
 
 
 @pytest.mark.parametrize(
-    ("small", "checkpointing"), [(PRX, False), (PRX, True), (UNET, False)], ids=str
+    ("small", "checkpointing"), [(MUSIC, False), (MUSIC, True), (UNET, False)], ids=str
 )
 def test_gradients(kernel, device, small, checkpointing):
     """Nothing is counted as a fallback."""
@@ -530,7 +530,7 @@ def test_gradients(kernel, device, small, checkpointing):
 
 
 def test_strict(kernel, device, monkeypatch):
-    model, _, _, arguments = pair(PRX, kernel, device)
+    model, _, _, arguments = pair(MUSIC, kernel, device)
     monkeypatch.setenv("H100_DIFFUSERS_KERNELS_STRICT", "1")
     with torch.autocast(device, BFLOAT16), pytest.raises(RuntimeError, match="autocast is on"):
         run(model, arguments)

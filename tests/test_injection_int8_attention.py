@@ -224,7 +224,7 @@ def test_copies_and_pipelines(kernel, device):
 # Models in part, compiled models, graphs, ranks
 
 
-@pytest.mark.parametrize("name", ["prx", "unet", "stable_audio"])
+@pytest.mark.parametrize("name", ["minimax_music3", "unet", "stable_audio"])
 def test_in_part(kernel, device, name, attentions):
     """Processors that call diffusers' dispatch, and PyTorch's attention."""
     small = BY_NAME[name]
@@ -239,7 +239,7 @@ def test_in_part(kernel, device, name, attentions):
     assert sum(in_int8(report).values()) == count > 0
 
 
-@pytest.mark.parametrize("name", ["flux", "prx"])
+@pytest.mark.parametrize("name", ["flux", "minimax_music3"])
 def test_chosen_backend(kernel, device, name):
     """This package's own, chosen by name, follows the option. Another one runs as it is."""
     is_family, run_it = name == "flux", run if name == "flux" else run_small
@@ -258,7 +258,7 @@ def test_chosen_backend(kernel, device, name):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("name", ["flux", "prx"])
+@pytest.mark.parametrize("name", ["flux", "minimax_music3"])
 def test_compiled(kernel, device, name):
     if name == "flux":
         _, model, report = models_of(kernel, FLUX, device, **FLUX.one_block)

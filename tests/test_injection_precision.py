@@ -283,7 +283,7 @@ def test_wrong_weights(kernel, device):
 
 
 def test_no_family(kernel, device):
-    model = BY_NAME["prx"].model(device, BFLOAT16)
+    model = BY_NAME["minimax_music3"].model(device, BFLOAT16)
     for given in (model, nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))):
         sentence = (
             r"^inject_kernels: precision=.fp8. needs a model that runs .* got an? \w+ without one$"

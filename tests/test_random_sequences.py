@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize("graphs", [False, True], ids=["kernels", "graphs
 CASES = {
     f"{family}-{kind}": (family, kind)
     for kind in ("kernels", "graphs", "fp8", "graphs in fp8")
-    for family in [*FAMILIES, "unet", "prx"]
+    for family in [*FAMILIES, "unet", "minimax_music3"]
     if "graphs" not in kind or family not in (*WAITING, "bria_fibo2")
 }
 families_and_kinds = pytest.mark.parametrize(("family", "kind"), CASES.values(), ids=CASES)

@@ -194,7 +194,7 @@ CHANGES = {
 }
 WITHOUT_SKIP_HOOKS = (
     *("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21"),
-    *("ernie_image", "omnigen"),
+    *("ernie_image", "omnigen", "prx"),
 )
 WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.

@@ -1,4 +1,4 @@
-"""Models of images at their published sizes: AuraFlow, Cosmos, Lumina 2, Z-Image and relatives of FLUX.1.
+"""Models of images at their published sizes.
 
 Cosmos-Predict2 has all of its blocks.
 """
@@ -14,6 +14,7 @@ from diffusers import (
     LongCatImageTransformer2DModel,
     Lumina2Transformer2DModel,
     OvisImageTransformer2DModel,
+    PRXTransformer2DModel,
     ZImageTransformer2DModel,
 )
 
@@ -147,6 +148,30 @@ class OvisImage(PublishedImage):
         }
 
 
+class PRXImage(PublishedImage):
+    """PRX 1.2B."""
+
+    key, name, tiny_name = "prx", "PRX, 8 blocks", "tiny PRX"
+    cls = PRXTransformer2DModel
+    config = {"depth": 8}
+    published_blocks = {"blocks": 16}
+    batch = 2
+    text_tokens, prompt_tokens = 256, 64
+    timestep = 0.8
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As PRXPipeline passes them with guidance and an empty negative prompt."""
+        config = model.config
+        latents = given.normal(1, config.in_channels, *given.size.unpacked)
+        masks = [given.text_mask(count) for count in (1, self.prompt_tokens)]
+        return {
+            "hidden_states": torch.cat([latents, latents]),
+            "timestep": given.timesteps(2).to(given.dtype),
+            "encoder_hidden_states": given.normal(2, given.text_tokens, config.context_in_dim),
+            "attention_mask": torch.stack(masks),
+        }
+
+
 class ZImage(PublishedImage):
     """Z-Image-Turbo 6B. It is distilled. There are two refiners each of the image and of the text."""
 
@@ -169,4 +194,4 @@ class ZImage(PublishedImage):
 
 
 AURAFLOW, COSMOS, LUMINA2 = AuraFlow(), Cosmos(), Lumina2()
-LONGCAT_IMAGE, OVIS_IMAGE, Z_IMAGE = LongCatImage(), OvisImage(), ZImage()
+LONGCAT_IMAGE, OVIS_IMAGE, PRX, Z_IMAGE = LongCatImage(), OvisImage(), PRXImage(), ZImage()

@@ -1,4 +1,4 @@
-"""Images and videos of Sana and of its relatives, Lumina-Next, DiT, aMUSEd and PRX, at published widths."""
+"""Images and videos of Sana and of its relatives, Lumina-Next, DiT and aMUSEd, at published widths."""
 
 from __future__ import annotations
 
@@ -156,22 +156,4 @@ class Amused(PublishedImage):
         }
 
 
-class PRX(PublishedImage):
-    key, name = "prx", "PRX, 8 blocks"
-    cls = transformers.PRXTransformer2DModel
-    config = {"depth": 8}
-    text_tokens = 256
-    timestep = 0.8
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config, text_tokens = model.config, given.text_tokens
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
-        return {
-            "hidden_states": latents.repeat(2, 1, 1, 1),
-            "encoder_hidden_states": given.normal(2, text_tokens, config.context_in_dim),
-            "attention_mask": torch.stack([given.text_mask(16), given.text_mask(text_tokens)]),
-            "timestep": given.timesteps(2).to(given.dtype),
-        }
-
-
-IMAGES = (Sana(), SanaVideo(), SanaWM(), LuminaNext(), DiT(), Amused(), PRX())
+IMAGES = (Sana(), SanaVideo(), SanaWM(), LuminaNext(), DiT(), Amused())

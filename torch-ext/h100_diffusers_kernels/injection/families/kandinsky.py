@@ -36,7 +36,7 @@ from ..parallel.plans import warn_before_injection
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts
-from ..parts.rotary import rotated_in_float32
+from ..parts.rotary import rotated_in_float32, tables_of_matrices
 from ..quantized.precision import Layers
 
 MODELS = "diffusers.models.transformers.transformer_kandinsky"
@@ -249,8 +249,8 @@ def _blocks(query: Tensor, key: Tensor, heads: int, near: Tensor, threshold: flo
 
 
 def _tables(call: Call, rope: Any, x: Any, config: Any) -> Any:
-    """Matrices (..., S, 1, d / 2, 2, 2), which a user may have changed, as the factors of each element and of
-    the other one of its pair, float32 (1 or B, S, 1, d). With context parallelism of this rank's tokens."""
+    """Matrices (..., S, 1, d / 2, 2, 2) as tables (1 or B, S, 1, d); with context parallelism those of this
+    rank's tokens."""
     if rope is None:
         return None
     index, count = 0, 1
@@ -258,10 +258,8 @@ def _tables(call: Call, rope: Any, x: Any, config: Any) -> Any:
         index, count = rank_and_size(config)
 
     def make(rope: Tensor) -> tuple[Tensor, Tensor]:
-        rope = rope.tensor_split(count, dim=-5)[index].float()
-        rope = rope[None] if rope.dim() == 5 else rope
-        sin = torch.stack((-rope[..., 0, 1], rope[..., 1, 0]), dim=-1)
-        return rope.diagonal(dim1=-2, dim2=-1).flatten(-2).contiguous(), sin.flatten(-2)
+        rope = rope.tensor_split(count, dim=-5)[index]
+        return tables_of_matrices(rope[None] if rope.dim() == 5 else rope)
 
     return call.shared(_key(call, "tables", rope, count), rope, make)
 

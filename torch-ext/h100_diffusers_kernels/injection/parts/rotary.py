@@ -135,6 +135,14 @@ def rope_operand(rope: Any, x: Tensor, heads: int, per_head: bool) -> Any:
     return None
 
 
+def tables_of_matrices(rope: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables (cos, sin), float32 (..., d), of matrices (..., d / 2, 2, 2), which a user may have changed, for
+    the pairs (2i, 2i + 1): factors of each element and of the other one of its pair."""
+    rope = rope.float()
+    sin = torch.stack((-rope[..., 0, 1], rope[..., 1, 0]), dim=-1)
+    return rope.diagonal(dim1=-2, dim2=-1).flatten(-2).contiguous(), sin.flatten(-2)
+
+
 def rotated_in_float32(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
     """x (B, S, H, d), whose pairs are (2i, 2i + 1), rotated by tables (cos, sin) of one value an element, as
     some models' own code rotates it."""
