@@ -270,14 +270,6 @@ add(
     },
 )
 add(
-    "MiniMaxMusic3Transformer1DModel",
-    {
-        **_HEADS, "in_channels": 6, "condition_dim": _TEXT, "num_layers": 2, "ff_inner_dim": 96,
-        "fourier_embedding_dim": 16,
-    },
-    lambda: {"hidden_states": normal(2, 6, 7), "timestep": HALF, "encoder_hidden_states": text(7)},
-)
-add(
     "RFD4ProteinaTransformer",
     {
         "nlayers": 2, "token_dim": 128, "nheads": 2, "dim_cond": 32, "pair_repr_dim": 16,

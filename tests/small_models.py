@@ -214,7 +214,7 @@ MODELS = [
         "minimax_music3", "MiniMaxMusic3Transformer1DModel",
         {
             "in_channels": 4, "condition_dim": 24, "num_layers": 2, "num_attention_heads": 2,
-            "ff_inner_dim": 48, "rotary_dim": 32, "fourier_embedding_dim": 8,
+            "ff_inner_dim": 96, "rotary_dim": 32, "fourier_embedding_dim": 8,
         },
         lambda: {
             "hidden_states": normal(2, 4, 9), "timestep": torch.tensor([0.5, 0.2]),

@@ -416,8 +416,8 @@ def test_every_model(result_of):
 
 def test_wider_models_of_more_samples():
     """Of almost every class; the others are measured as they are."""
-    config = bench_every_model.every_model.MODELS["PRXTransformer2DModel"].config
-    wider = {"hidden_size": 1024, "num_heads": 16}
+    config = bench_every_model.every_model.MODELS["MiniMaxMusic3Transformer1DModel"].config
+    wider = {"num_attention_heads": 16, "ff_inner_dim": 768}
     assert bench_every_model._wider(config, 8) == wider
     x, ids = torch.ones(2, 3), torch.ones(5, 3)
     more = bench_every_model._more_samples({"x": [x], "ids": ids, "flag": True}, 4)
