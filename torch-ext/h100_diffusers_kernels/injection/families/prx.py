@@ -97,16 +97,15 @@ def _attention_forward(
     image_rotary_emb: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    x, c, mask, modules = hidden_states, encoder_hidden_states, attention_mask, self._modules
-    if c is None or not call.takes(x, c):
+    x, c, rope, modules = hidden_states, encoder_hidden_states, image_rotary_emb, self._modules
+    mask = attention_mask
+    if c is None or rope is None or not call.takes(x, c):
         return NotImplemented
-    if mask is not None and (mask.dim() != 2 or mask.shape[-1] != c.shape[1]):
+    if mask is not None and mask.shape != c.shape[:2]:
         return NotImplemented  # the model's own code raises
     image = linear(modules["img_qkv_proj"], x).chunk(3, dim=-1)
-    tables = None
-    if image_rotary_emb is not None:
-        make = lambda matrices: tables_of_matrices(matrices.transpose(1, 2))  # noqa: E731
-        tables = call.shared("tables", image_rotary_emb, make)
+    make = lambda rope: tables_of_matrices(rope.transpose(1, 2))  # noqa: E731
+    tables = call.shared("tables", rope, make)
     operands: Any = (call, self, None, None, tables, rotated_in_float32)
     query, key, value = attention.project_and_rotate(*operands, projected=image)
     text_key, text_value = linear(modules["txt_kv_proj"], c).chunk(2, dim=-1)
@@ -114,13 +113,9 @@ def _attention_forward(
     key = torch.cat((text_key.flatten(2), key), dim=1)
     value = torch.cat((text_value, value), dim=1)
     if mask is not None:
-        length = query.shape[1]
-
-        def of_all_keys(mask: Tensor) -> Tensor:
-            seen = mask.to(query.device, torch.bool)
-            return torch.cat((seen, seen.new_ones(len(seen), length)), dim=1)[:, None, None]
-
-        mask = call.shared(("mask", length), mask, of_all_keys)
+        place = query.device, torch.bool
+        pad = partial(torch.nn.functional.pad, pad=(0, query.shape[1]), value=True)
+        mask = call.shared("mask", mask, lambda mask: pad(mask.to(*place))[:, None, None])
     out = attention.attend(call, self, query, key, value, mask, heads=self.heads)
     return attention.project_out(self, out, x)
 
