@@ -116,6 +116,25 @@ def test_layers_of_fp8_fast(kernel, device, family):
         assert (in_safe, in_fast) == (middle, middle if family.name in WANS else every)
 
 
+def test_rows_of_zeros(kernel, device):
+    """As pruned layers have, or layers that begin at zero. By torchao's default they become NaN."""
+    plain = model_of(FLUX, device)
+    arguments = FLUX.inputs(device, BFLOAT16)
+    block = plain.transformer_blocks[0]
+    block.attn.to_k.weight[::3] = 0
+    block.ff.net[2].weight[5] = -0.0
+    block.attn.to_out[0].weight.zero_()
+    model = copy.deepcopy(plain)
+    kernel.inject_kernels(model, precision="fp8")
+    to_out = model.transformer_blocks[0].attn.to_out[0]
+    assert is_quantized(to_out)
+    assert_close(run(model, arguments), run(plain, arguments), 0.1)
+    x = torch.zeros(2, to_out.in_features, dtype=BFLOAT16, device=device)
+    assert torch.equal(
+        nn.functional.linear(x, to_out.weight), torch.zeros_like(x)
+    )  # torchao's own code
+
+
 @both
 @every_family
 def test_quantized(kernel, device, family, precision):
@@ -197,12 +216,14 @@ def test_small_layers(kernel, device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
 def test_weight(kernel, device, dtype, monkeypatch):
-    """As torchao's ``quantize_`` makes it, also if it is quantized in parts."""
+    """As torchao's ``quantize_`` makes it, also if it is quantized in parts, with a bound for rows of zeros."""
     weight = torch.randn(50, 64, device=device, dtype=dtype)
     expected = fp8_models.quantized(weight)
     for at_once in (2**24, 64 * 7, 1):
         monkeypatch.setattr(module_of(kernel, "quantized.fp8_weights"), "_AT_ONCE", at_once)
         made = module_of(kernel, "quantized.fp8_weights").load_quantizer("fp8")(weight)
+        assert made.act_quant_kwargs.hp_value_lb > 0
+        made.act_quant_kwargs.hp_value_lb = None
         assert type(made) is type(expected.data) and made.dtype == dtype
         assert torch.equal(made.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
         assert torch.equal(made.scale, expected.scale)

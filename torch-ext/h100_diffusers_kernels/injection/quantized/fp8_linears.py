@@ -48,6 +48,9 @@ _BFL_LINEAR = KnownClass(_BFL, "torch.nn.functional:linear")
 _TORCHAO, _TENSOR = "torchao.quantization", "Float8Tensor"
 FP8_TENSOR = f"{_TORCHAO}:{_TENSOR}"
 _FP8 = torch.float8_e4m3fn
+# Of a row's values, the largest with a normal scale. Without this bound torchao divides a row of zeros by the
+# scale 0. The kernels give such a row zeros.
+SMALLEST_MAXIMUM = 448 * torch.finfo(torch.float32).tiny
 _MULTIPLE = 16  # of the number of input features, and of addresses
 
 
@@ -110,7 +113,7 @@ def _has_known_format(weight: Any) -> bool:
         and all(getattr(weight, n) is None for n in getattr(cls, "optional_tensor_data_names", ()))
         and of_input is not None
         and of_input.float8_dtype is _FP8
-        and (of_input.hp_value_lb is None and of_input.hp_value_ub is None)
+        and (of_input.hp_value_lb in (None, SMALLEST_MAXIMUM) and of_input.hp_value_ub is None)
         and type(of_input.granularity).__name__ in ("PerTensor", "PerRow")
         and getattr(of_input.granularity, "dim", -1) == -1
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.checks import find_class
-from .fp8_linears import FP8_TENSOR
+from .fp8_linears import FP8_TENSOR, SMALLEST_MAXIMUM
 
 _ORIGINAL = "_h100_diffusers_kernels_original"
 _FORMAT = "torchao.quantization.quantize_.workflows.float8.float8_tensor"
@@ -91,7 +91,8 @@ def load_quantizer(precision: str) -> Callable[[Tensor], Any]:
     load: Any = importlib.import_module
     try:
         cls = load("torchao.quantization").Float8Tensor
-        by_row = {"granularity": load("torchao.quantization").PerRow()}
+        by_row: Any = {"granularity": load("torchao.quantization").PerRow()}
+        by_row["hp_value_lb"] = SMALLEST_MAXIMUM
         of_input = load(_FORMAT).QuantizeTensorToFloat8Kwargs(**by_row)
         of_products = load("torchao.float8.inference").Float8MMConfig(use_fast_accum=True)
     except (ImportError, AttributeError) as error:
