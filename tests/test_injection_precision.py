@@ -216,7 +216,7 @@ def test_small_layers(kernel, device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16])
 def test_weight(kernel, device, dtype, monkeypatch):
-    """As torchao's ``quantize_`` makes it, also if it is quantized in parts, with a bound for rows of zeros."""
+    """As torchao's ``quantize_`` makes it with a bound for rows of zeros, also in parts."""
     weight = torch.randn(50, 64, device=device, dtype=dtype)
     expected = fp8_models.quantized(weight)
     for at_once in (2**24, 64 * 7, 1):
