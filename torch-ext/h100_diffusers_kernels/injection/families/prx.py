@@ -53,8 +53,6 @@ def _first_norm(call: Call, block: Any, previous_x: Tensor | None, temb: Tensor)
 
 
 def _ff_readers(block: Any, x: Tensor) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return None
     return fp8_weights_for(x, block._modules["gate_proj"], block._modules["up_proj"])
 
 

@@ -91,8 +91,8 @@ def load_quantizer(precision: str) -> Callable[[Tensor], Any]:
     load: Any = importlib.import_module
     try:
         cls = load("torchao.quantization").Float8Tensor
-        by_row: Any = {"granularity": load("torchao.quantization").PerRow()}
-        by_row["hp_value_lb"] = SMALLEST_MAXIMUM
+        granularity = load("torchao.quantization").PerRow()
+        by_row: Any = {"granularity": granularity, "hp_value_lb": SMALLEST_MAXIMUM}
         of_input = load(_FORMAT).QuantizeTensorToFloat8Kwargs(**by_row)
         of_products = load("torchao.float8.inference").Float8MMConfig(use_fast_accum=True)
     except (ImportError, AttributeError) as error:
