@@ -15,7 +15,7 @@ class's own code copies them to an image with channels first before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,12 @@ RESNET_BLOCK = ExactSpec(
     "group_norm with the time embedding and SiLU",
     left_to_compiler=True,
     condition=_why_not_resnet,
+)
+# DreamLite's own class: only its convolutions differ.
+_DREAMLITE_RESNET = replace(
+    RESNET_BLOCK,
+    path="diffusers.models.unets.unet_dreamlite:ResnetBlock2DDreamLite",
+    parameters="self input_tensor temb",
 )
 
 
@@ -330,7 +336,7 @@ _ONCE = (
 _PARTS = ("down_blocks.*", "mid_block", "mid_block.*", "up_blocks.*")
 _LISTS = tuple(f"{part}.*attentions.*.transformer_blocks" for part in _PARTS)
 # Of models without a family, too.
-IN_PART = (RESNET_BLOCK, SPATIAL_TRANSFORMER, BASIC_BLOCK)
+IN_PART = (RESNET_BLOCK, _DREAMLITE_RESNET, SPATIAL_TRANSFORMER, BASIC_BLOCK)
 _SPECS = (
     model_spec("diffusers.models.unets.unet_2d_condition:UNet2DConditionModel"),
     model_spec("diffusers.models.controlnets.controlnet:ControlNetModel"),
