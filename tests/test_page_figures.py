@@ -23,10 +23,14 @@ CONDITION = re.compile(
 )
 
 
+def rendered(page, name):
+    """A table with what is said about its runs."""
+    return next(found[0] for found in render_docs.TABLE.finditer(PAGES[page]) if found[2] == name)
+
+
 def table(page, name):
     """The rows of a rendered table, each cell by its header."""
-    text = next(found[0] for found in render_docs.TABLE.finditer(PAGES[page]) if found[2] == name)
-    lines = [line for line in text.splitlines() if line.startswith("|")]
+    lines = [line for line in rendered(page, name).splitlines() if line.startswith("|")]
     headers, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return [dict(zip(headers, row, strict=True)) for row in rows]
 
@@ -78,11 +82,14 @@ def test_ratios_follow_from_the_seconds_beside_them():
         assert numbers(row[OVER]) == pytest.approx(expected, rel=0.02), row
 
 
-def test_the_headline_is_one_run_of_three_rounds_on_one_card():
-    run = max(history.kept("pipelines"), key=lambda r: (len(r["pipelines"]), history.date(r)))
-    assert history.date(run).split()[0] in PAGES["README.md"]
-    assert run["environment"]["device"] == figure("README.md", "pipelines_card")
-    for entry in run["pipelines"]:
+def test_the_headline_is_of_three_rounds_on_one_card_with_one_build():
+    (build,) = re.findall(r"; build (\w+);", rendered("README.md", "summary_pipelines"))
+    runs = [r for r in history.kept("pipelines") if history.commit(r["environment"]) == build]
+    assert {run["environment"]["device"] for run in runs} == {figure("README.md", "pipelines_card")}
+    entries = [entry for run in runs for entry in run["pipelines"]]
+    rows = [row["pipeline"] for row in table("README.md", "summary_pipelines")]
+    assert all(row.startswith(tuple(entry["title"] for entry in entries)) for row in rows)
+    for entry in entries:
         for mode, measured in entry["modes"].items():
             assert measured["seconds"]["samples"] >= 3, (entry["name"], mode)
             assert measured["memory_bytes"] > measured["weight_bytes"] > 0, (entry["name"], mode)

@@ -208,7 +208,7 @@ def pipelines(results: Path) -> Figure | None:
         for entry in run["pipelines"]
     ]
     modes = [mode for mode in MODES if any(mode in speedups for _, speedups in rows)]
-    return _bars(rows, modes, f"whole pipelines on an {run['environment']['device']}")
+    return _bars(rows, modes, f"whole pipelines on an {run['runs'][0]['environment']['device']}")
 
 
 def cuda_graphs(results: Path) -> Figure | None:

@@ -138,13 +138,18 @@ def gathered_hosts(results: Path) -> dict | None:
 
 
 def pipelines_run(results: Path, mode: str = models.REGIONAL) -> dict | None:
-    """The run that measured the most pipelines in this mode, of several the newest."""
-    runs = [r for r in history.kept("pipelines", results) if _measured(r, mode)]
-    return max(runs, key=lambda r: (_measured(r, mode), history.date(r)), default=None)
+    """The pipelines in this mode of the card and build that measured the most of them, and their runs.
 
-
-def _measured(run: Mapping, mode: str) -> int:
-    return sum(mode in entry["modes"] for entry in run["pipelines"])
+    Of several builds those of the newest. A build's runs may have measured some pipelines each.
+    """
+    of_builds: dict[tuple, dict[str, tuple[dict, dict]]] = {}
+    for run in history.kept("pipelines", results):
+        measured = {e["name"]: (e, run) for e in run["pipelines"] if mode in e["modes"]}
+        of_builds.setdefault(card_and_build(run), {}).update(measured)
+    most = max(reversed(of_builds.values()), key=len, default={})
+    runs = {id(run): run for _, run in most.values()}
+    entries = [entry for entry, _ in most.values()]
+    return {"pipelines": entries, "runs": list(runs.values())} if most else None
 
 
 def over(entry: Mapping, other: str, mode: str = "injected") -> float | None:

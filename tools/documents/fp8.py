@@ -161,7 +161,7 @@ def fp8_memory(results: Path) -> str:
 def fp8_pipelines(results: Path) -> str:
     """Whole pipelines with `precision="fp8"`: time, energy, memory, time of the injection with two steps."""
     run = run_of(results, FP8)
-    return of_pipelines(run["pipelines"], FP8) + setup(run)
+    return of_pipelines(run["pipelines"], FP8) + setup(*run["runs"])
 
 
 @table

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import models
-from benchmarks.harness import history
 
 from . import chosen
 from .common import (
@@ -77,7 +76,9 @@ def summary_pipelines(results: Path) -> str:
         else:
             rows.append(summary_row(label(entry), entry, "eager", *COMPILED))
     headers = ["pipeline", "eager", "compiled", "compiled, FA3", "injected", "in FP8"]
-    return markdown(rows, [*headers, "over eager, over compiled", "memory / in FP8"]) + setup(run)
+    return markdown(rows, [*headers, "over eager, over compiled", "memory / in FP8"]) + setup(
+        *run["runs"]
+    )
 
 
 def summary_row(title: str, entry: dict, eager: str, *compiled: str | None) -> list[str]:
@@ -117,7 +118,9 @@ def pipelines(results: Path) -> str:
                 ]
             )
     headers = ["mode", "time", "range", "decoder", "over eager", "energy"]
-    return markdown(rows, [*headers, "power, clock, at power limit", "memory"]) + setup(run)
+    return markdown(rows, [*headers, "power, clock, at power limit", "memory"]) + setup(
+        *run["runs"]
+    )
 
 
 def range_of(measured: dict) -> float:
@@ -193,23 +196,6 @@ def pipelines_rounds(results: Path) -> str:
     return span([entry["rounds"] for entry in entries(results)], 0)
 
 
-def runs_of(results: Path, name: str) -> list[dict]:
-    """A pipeline in all runs of the shown run's card and build that compiled it."""
-    run = chosen.pipelines_run(results)
-    return [
-        entry
-        for other in history.kept("pipelines", results)
-        if run and chosen.card_and_build(other) == chosen.card_and_build(run)
-        for entry in other["pipelines"]
-        if entry["name"] == name and models.REGIONAL in entry["modes"]
-    ]
-
-
-@figure
-def sdxl_over_compiled(results: Path) -> str:
-    return span([best_compiled(entry) for entry in runs_of(results, "sdxl")])
-
-
 def largest_range(entries: Iterable[dict]) -> str:
     """Of the calls of a mode, in percent of their median."""
     measured = [mode for entry in entries for mode in entry["modes"].values()]
@@ -218,7 +204,7 @@ def largest_range(entries: Iterable[dict]) -> str:
 
 @figure
 def sdxl_range(results: Path) -> str:
-    return largest_range(runs_of(results, "sdxl"))
+    return largest_range(entry for entry in entries(results) if entry["name"] == "sdxl")
 
 
 @figure
@@ -236,7 +222,7 @@ def pipelines_range(results: Path) -> str:
 def pipelines_card(results: Path) -> str:
     """The card of the table of pipelines."""
     run = chosen.pipelines_run(results)
-    return run["environment"]["device"] if run else NOT_MEASURED
+    return run["runs"][0]["environment"]["device"] if run else NOT_MEASURED
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------
