@@ -208,6 +208,29 @@ def test_newest_of_each_forward_is_shown(tmp_path):
     assert keep("d", "21 12", old, device="NVIDIA H100 80GB HBM3")[0] == new, "the newest of a GPU"
 
 
+def test_the_shown_pipelines_are_those_of_one_build(tmp_path):
+    """Each pipeline's newest entry of the runs of one build, never of another one."""
+
+    def keep(build, day, *names):
+        kernel_ids = [f"_h100_diffusers_kernels_cuda_{build}"]
+        entries = [{"name": n, "modes": {models.REGIONAL: {}}, "day": day} for n in names]
+        command = f"python a.py --{build}-{day}"
+        environment = {**ENVIRONMENT, "kernel_ids": kernel_ids, "date": day, "command": command}
+        store(tmp_path, "pipelines", {"environment": environment, "pipelines": entries})
+        return {e["name"]: e["day"] for e in chosen.pipelines_run(tmp_path)["pipelines"]}
+
+    assert chosen.pipelines_run(tmp_path) is None
+    first = keep("aaaaaaa", "21", "flux", "ltx", "wan")
+    assert first == {"flux": "21", "ltx": "21", "wan": "21"}
+    assert keep("bbbbbbb", "22", "flux", "ltx") == first
+    assert keep("bbbbbbb", "23", "wan", "ltx") == {"flux": "22", "ltx": "23", "wan": "23"}
+    assert [run["environment"]["date"] for run in chosen.pipelines_run(tmp_path)["runs"]] == [
+        "22",
+        "23",
+    ]
+    assert chosen.pipelines_run(tmp_path, "injected") is None
+
+
 def few_steps_entry(name, graphs_s, **compiled):
     medians = {"eager": 4.0, few_steps.COMPILED: 3.0, "injected": 2.5, models.GRAPHS: graphs_s}
     measured = {
