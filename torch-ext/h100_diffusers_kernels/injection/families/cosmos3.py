@@ -26,7 +26,7 @@ from ..core.forward_state import Family, model_spec
 from ..core.patch import Call, PatchSpec
 from ..parts import linears, streams
 from ..parts.embeddings import TIMESTEPS
-from ..parts.norm_modules import NORMS
+from ..parts.norm_modules import RMS_NORM
 from ..parts.norms import NORM_KINDS, RMS
 from ..quantized.precision import ATTENTION_LAYERS, Layers
 
@@ -141,5 +141,5 @@ _ONCE = (
     *("audio_proj_in", "audio_proj_out", "action_proj_in", "action_proj_out"),
 )
 _LAYERS = Layers(("layers",), (*ATTENTION_LAYERS, "self_attn.to_out", "mlp*.*_proj"))
-_OUTPUT_NORMS = dict.fromkeys(("norm", "norm_moe_gen"), NORMS[3])
+_OUTPUT_NORMS = dict.fromkeys(("norm", "norm_moe_gen"), RMS_NORM)
 FAMILIES = (Family("Cosmos 3", _SPECS, _ONCE, _LAYERS, _OUTPUT_NORMS),)

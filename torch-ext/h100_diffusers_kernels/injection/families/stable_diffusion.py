@@ -36,7 +36,7 @@ from ..core.forward_state import Family, forward_with_state, model_spec, run_wit
 from ..core.patch import Call, ExactSpec, bare_stand_in
 from ..parts import linears
 from ..parts.embeddings import TIMESTEPS
-from ..parts.norm_modules import GROUP_NORM, apply_group_norm
+from ..parts.norm_modules import GROUP_NORM, RMS_NORM, apply_group_norm
 from ..parts.streams import BlockSpec, end, plain_norm, start
 from ..quantized.precision import ONE_LIST
 
@@ -343,5 +343,6 @@ _SPECS = (
     model_spec("diffusers.models.controlnets.controlnet_xs:UNetControlNetXSModel"),
     *(*IN_PART, STANDARD_ATTENTION, GROUP_NORM, *linears.GATED_ACTIVATIONS),
     *(linears.UNFUSED_GELU, TIMESTEPS),
+    RMS_NORM,  # of DreamLite's queries and keys
 )
 FAMILIES = (Family("Stable Diffusion", _SPECS, _ONCE, ONE_LIST._replace(blocks=_LISTS)),)

@@ -94,6 +94,7 @@ NORMS = tuple(
         (f"{_NORM}MochiRMSNorm", "self hidden_states", "rms_norm", (), True),
     )
 )
+RMS_NORM = NORMS[3]  # diffusers'
 
 
 # --------------------------------------------------------------------------------------------------
