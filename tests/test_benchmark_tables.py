@@ -224,10 +224,9 @@ def test_the_shown_pipelines_are_those_of_one_build(tmp_path):
     assert first == {"flux": "21", "ltx": "21", "wan": "21"}
     assert keep("bbbbbbb", "22", "flux", "ltx") == first
     assert keep("bbbbbbb", "23", "wan", "ltx") == {"flux": "22", "ltx": "23", "wan": "23"}
-    assert [run["environment"]["date"] for run in chosen.pipelines_run(tmp_path)["runs"]] == [
-        "22",
-        "23",
-    ]
+    runs = chosen.pipelines_run(tmp_path)["runs"]
+    assert [run["environment"]["date"] for run in runs] == ["22", "23"]
+    assert keep("aaaaaaa", "24", "wan") == {"flux": "21", "ltx": "21", "wan": "24"}
     assert chosen.pipelines_run(tmp_path, "injected") is None
 
 

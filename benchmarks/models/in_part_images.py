@@ -25,6 +25,10 @@ def with_guidance(latents: torch.Tensor) -> torch.Tensor:
     return torch.cat([latents, latents])
 
 
+def guided_latents(config: Any, given: Given) -> torch.Tensor:
+    return with_guidance(given.normal(1, config.in_channels, *given.size.unpacked))
+
+
 def text_masks(given: Given, *lengths: int) -> torch.Tensor:
     """Of the negative prompt and of the prompt."""
     return torch.stack([given.text_mask(length) for length in lengths]).long()
@@ -116,9 +120,7 @@ class HiDream(PublishedImage):
         t5_width, width = config.caption_channels
         layers = 1 + max(config.llama_layers)
         return {
-            "hidden_states": with_guidance(
-                given.normal(1, config.in_channels, *given.size.unpacked)
-            ),
+            "hidden_states": guided_latents(config, given),
             "timesteps": given.timesteps(2),
             "encoder_hidden_states_t5": given.normal(2, given.text_tokens, t5_width),
             "encoder_hidden_states_llama3": given.normal(layers, 2, given.text_tokens, width),
@@ -137,9 +139,7 @@ class LuminaNext(PublishedImage):
         config = model.config
         rotation = get_2d_rotary_pos_embed_lumina(model.head_dim, 384, 384)
         return {
-            "hidden_states": with_guidance(
-                given.normal(1, config.in_channels, *given.size.unpacked)
-            ),
+            "hidden_states": guided_latents(config, given),
             "timestep": given.timesteps(2).to(given.dtype),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.cross_attention_dim),
             "encoder_mask": text_masks(given, 8, 100),
@@ -158,9 +158,8 @@ class DiT(PublishedImage):
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         config, device = model.config, given.device
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": with_guidance(latents),
+            "hidden_states": guided_latents(config, given),
             "timestep": given.timesteps(2),
             "class_labels": torch.tensor([3, config.num_embeds_ada_norm], device=device),
         }

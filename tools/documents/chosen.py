@@ -140,12 +140,13 @@ def gathered_hosts(results: Path) -> dict | None:
 def pipelines_run(results: Path, mode: str = models.REGIONAL) -> dict | None:
     """The pipelines in this mode of the card and build that measured the most of them, and their runs.
 
-    Of several builds those of the newest. A build's runs may have measured some pipelines each.
+    Of several builds those of the newest run. A build's runs may have measured some pipelines each.
     """
     of_builds: dict[tuple, dict[str, tuple[dict, dict]]] = {}
     for run in history.kept("pipelines", results):
         measured = {e["name"]: (e, run) for e in run["pipelines"] if mode in e["modes"]}
-        of_builds.setdefault(card_and_build(run), {}).update(measured)
+        build = card_and_build(run)
+        of_builds[build] = {**of_builds.pop(build, {}), **measured}  # in the order of newest runs
     most = max(reversed(of_builds.values()), key=len, default={})
     runs = {id(run): run for _, run in most.values()}
     entries = [entry for entry, _ in most.values()]

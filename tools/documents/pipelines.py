@@ -76,9 +76,8 @@ def summary_pipelines(results: Path) -> str:
         else:
             rows.append(summary_row(label(entry), entry, "eager", *COMPILED))
     headers = ["pipeline", "eager", "compiled", "compiled, FA3", "injected", "in FP8"]
-    return markdown(rows, [*headers, "over eager, over compiled", "memory / in FP8"]) + setup(
-        *run["runs"]
-    )
+    headers += ["over eager, over compiled", "memory / in FP8"]
+    return markdown(rows, headers) + setup(*run["runs"])
 
 
 def summary_row(title: str, entry: dict, eager: str, *compiled: str | None) -> list[str]:
@@ -118,9 +117,8 @@ def pipelines(results: Path) -> str:
                 ]
             )
     headers = ["mode", "time", "range", "decoder", "over eager", "energy"]
-    return markdown(rows, [*headers, "power, clock, at power limit", "memory"]) + setup(
-        *run["runs"]
-    )
+    headers += ["power, clock, at power limit", "memory"]
+    return markdown(rows, headers) + setup(*run["runs"])
 
 
 def range_of(measured: dict) -> float:
