@@ -48,7 +48,9 @@ def change_values(value, way="replace"):
         return value * 1.5
     if way == "in place":
         return value.mul_(1.5)
-    if way == "view":
+    if value.dim() > 4 and value.shape[-2:] == (2, 2):  # they rotate pairs, as multiples of them do
+        (value if way == "view" else value.data).mul_(-0.5)
+    elif way == "view":
         value[..., 1:].add_(0.5)
     elif way == "data":
         value.data[..., ::2] += 0.5

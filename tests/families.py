@@ -31,7 +31,7 @@ FAMILIES = {
 }
 # Their models index by a boolean mask before the blocks, or read numbers of tokens, which waits for the GPU;
 # or they copy numbers to it.
-WAITING = ("hunyuan_video15", "qwenimage21", "glm_image", "lumina2", "omnigen")
+WAITING = ("hidream", "hunyuan_video15", "qwenimage21", "glm_image", "lumina2", "omnigen")
 if torch.cuda.is_available():
     WAITING += ("chroma", "nucleus", "joyimage", "joyimage_plus")
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=str)

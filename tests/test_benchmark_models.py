@@ -72,6 +72,7 @@ WHOLE = {
     m.bria_fibo2: (7.7, {"n_layers": 44}, (28, 128), (4096,)),  # and 0.4 of 5 cross-attentions
     m.lumina2: (2.61, {"num_layers": 26}, (24, 96), (4096,)),
     m.ernie_image: (8.0, {"num_layers": 36}, (32, 128), (4096,)),
+    m.hidream: (17.1, {"num_layers": 16, "num_single_layers": 32}, (20, 128), (4096,)),
     **dict.fromkeys((m.joyimage, m.joyimage_plus), (16.3, {"num_layers": 40}, (32, 128), (4096,))),
     m.omnigen: (3.8, {"num_layers": 32}, (32, 96), (4096,)),
     m.mochi: (10.0, {"num_layers": 48}, (24, 128), (23850,)),
@@ -203,6 +204,7 @@ SCORES = {
     m.bria_fibo2: (IMAGE, 6, 0.45),
     m.lumina2: (IMAGE, 6, 0.15),
     m.ernie_image: (IMAGE, 2, 0.15),
+    m.hidream: (IMAGE, 4, 0.15),
     m.joyimage: (IMAGE, 2, 0.1),
     m.joyimage_plus: (IMAGE, 2, 0.1),
     m.omnigen: (IMAGE, 2, 0.45),

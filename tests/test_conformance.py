@@ -336,6 +336,8 @@ def mode_steps(family):
     modes += ["attention_backend", "function mode", "scaling function mode", "other weights"]
     if family.name == "cosmos3":  # its own code raises
         modes = [mode for mode in modes if mode not in ("score_skip", "autocast")]
+    if family.name == "hidream":  # it reads how many tokens each expert has
+        modes.remove("jvp")
     yield from (step("forward", mode=mode) for mode in modes)
 
 
@@ -688,12 +690,15 @@ def test_compiled(kernel, device, kind, family):
     model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     counter = CompileCounterWithBackend("eager")
+    is_whole = family.name != "hidream"  # it reads how many tokens each expert has
     if kind == "blocks":
-        changes.compile_blocks(family, model, fullgraph=True, backend=counter)
+        changes.compile_blocks(family, model, fullgraph=is_whole, backend=counter)
     else:
         model.compile(fullgraph=True, backend=counter)
     for seed in range(2):
         assert_alike(model, plain, family.inputs(device, seed=seed))
+    if not is_whole:
+        return
     compiled = getattr(model, "_repeated_blocks", None) or family.block_lists
     # Further graphs, as without kernels: mode blocks of FLUX.3 get text or an image, blocks of Z-Image text,
     # an image, or both, those of FIBO 2 an image or both. Some of Motif-Video get a mask, some of
@@ -755,7 +760,8 @@ def test_cuda_graph(kernel, device, family):
 def test_gradients(kernel, device, family, case):
     """Gradients of the parameters, or of the input, adapters or a layer of a model with frozen parameters."""
     model, plain, arguments = prepared(family, device)
-    model.train()
+    for each in (model, plain):
+        each.train()
     kernel.inject_kernels(model)
     if case == "checkpointing":
         if not model._supports_gradient_checkpointing:
@@ -777,6 +783,8 @@ def test_gradients(kernel, device, family, case):
 @every_family
 def test_forward_mode_derivatives(kernel, device, family):
     """Derivatives with respect to inputs and parameters together."""
+    if family.name == "hidream":
+        pytest.skip("its own code reads how many tokens each expert has")
     model, plain, arguments = prepared(family, device)
     kernel.inject_kernels(model)
     torch.manual_seed(8)

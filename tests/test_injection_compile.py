@@ -107,6 +107,8 @@ SIZES = [{"tokens": 1}, {"tokens": 3, "text_length": 7}, {"tokens": 4, "text_len
 def test_no_more_graphs_than_plain(kernel, device, family):
     if family.name == "flux3":
         pytest.skip("its text blocks are given one row for all tokens, which is another layout")
+    if family.name == "hidream":
+        pytest.skip("its own code reads how many tokens each expert has")
     model, plain, _ = prepared(family, device, config=family.one_block)
     kernel.inject_kernels(model)
     sizes = [*SIZES, {"tokens": 2, "batch": 3}, {"tokens": 5, "batch": 4, "text_length": 8}]

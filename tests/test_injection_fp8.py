@@ -67,7 +67,16 @@ def in_batches(family, device, **options):
 
 
 # Families whose small models amplify the difference between two quantizations.
-NOISY = ("flux2", "hunyuan_video", "glm_image", "krea2", "lumina2", "z_image", "bria_fibo2")
+NOISY = (
+    "bria_fibo2",
+    "flux2",
+    "glm_image",
+    "hidream",
+    "hunyuan_video",
+    "krea2",
+    "lumina2",
+    "z_image",
+)
 
 
 def slack_of(family):

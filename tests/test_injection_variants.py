@@ -13,6 +13,7 @@ import adapters
 import family_hunyuan
 import fp8_models
 import small_models
+from checks import relative_distance
 from families import FAMILIES, KERNEL_HEADS, TINY_HEADS, assert_close, every_family, prepared, run
 from family import seeded
 from family_ltx2 import LTX23
@@ -444,7 +445,7 @@ def test_rows_of_more_samples(kernel, device):
 
 
 # ------------------------------------------------------------------------------------------------
-# Cosmos 3, Motif-Video, Nucleus-Image
+# Cosmos 3, Motif-Video, Nucleus-Image, HiDream-I1
 
 NEMOTRON = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
 WITHOUT_DECODER = {"num_decoder_layers": 0, "qk_norm": "layer_norm"}
@@ -459,6 +460,7 @@ ONE_CROSS_ATTENTION = {"enable_text_cross_attention_dual": False, "image_embed_d
         ("motif_video", WITHOUT_DECODER),
         ("motif_video", ONE_CROSS_ATTENTION),
         ("nucleus", {"moe_enabled": False}),
+        ("hidream", {"num_routed_experts": 0}),
     ],
 )
 def test_configurations(kernel, device, name, config, dtype):
@@ -482,3 +484,33 @@ def test_text_cache_of_nucleus_image(kernel, device):
     for _ in range(2):
         assert_close(run(model, arguments), run(plain, arguments))
     assert fallen_back(report) == {}
+
+
+@dtypes
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_experts_of_hidream(kernel, device, chosen, dtype):
+    """Of four experts, one of which no token chooses."""
+    config = {"num_routed_experts": 4, "num_activated_experts": chosen}
+    plain = FAMILIES["hidream"].model(device, dtype, **KERNEL_HEADS, **config)
+    plain.double_stream_blocks[0].block.ff_i.gate.weight.data[1] = -1
+    model, plain, report = injected(kernel, plain)
+    layers = [each.double_stream_blocks[0].block.ff_i for each in (model, plain)]
+    x = small_models.normal(2, 7, plain.inner_dim).to(device, dtype) + 1
+    rows, exact = x.double().flatten(0, 1), copy.deepcopy(layers[1]).double()
+    seen = [[], []]
+    for calls, layer in zip(seen, layers, strict=True):
+        for i, expert in enumerate(layer.experts):
+            expert.register_forward_hook(lambda *_, calls=calls, i=i: calls.append(i))
+    with torch.no_grad():
+        indices, weights, _ = layers[1].gate(x)
+        expected = exact.shared_experts(rows)
+        for row, out in enumerate(expected):
+            for i, weight in zip(indices[row], weights[row].double(), strict=True):
+                out += weight * exact.experts[i](rows[row])
+        errors = [relative_distance(layer(x).flatten(0, 1), expected) for layer in layers]
+    assert errors[0] <= (1e-6 if dtype == FLOAT32 else 1.1 * errors[1])
+    assert seen[0] == seen[1] and 1 not in seen[0]
+    assert fallen_back(report) == {}
+    if dtype == FLOAT32:
+        arguments = FAMILIES["hidream"].inputs(device)
+        assert_close(run(model, arguments), run(plain, arguments))

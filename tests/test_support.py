@@ -194,7 +194,7 @@ CHANGES = {
 }
 WITHOUT_SKIP_HOOKS = (
     *("flux2", "flux3", "krea2", "cosmos3", "z_image", "bria_fibo2", "qwenimage21"),
-    *("ernie_image", "omnigen", "prx"),
+    *("ernie_image", "hidream", "omnigen", "prx"),
 )
 WITHOUT_SKIPS = {("layer skip", name) for name in WITHOUT_SKIP_HOOKS}
 # The same values in another form do not change what is computed, nor does what diffusers does not know.
@@ -311,7 +311,7 @@ def test_behaviour(kernel, device, family, feature):
     config = CONFIGS.get((feature, family.name), HEADS.get(feature))
     model, plain, arguments = prepared(family, device, config=config, seed=5)
     if TABLE.behaviour(feature, family.name) == "same":
-        missing = "pad_sequence|index_put_|scatter|fuse_qkv_projections|to_q|use_bias"
+        missing = "pad_sequence|index_put_|scatter|data pointer|fuse_qkv_projections|to_q|use_bias"
         kernel.inject_kernels(model)
         for candidate in (model, plain):
             with pytest.raises((AttributeError, RuntimeError), match=missing):

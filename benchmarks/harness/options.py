@@ -16,7 +16,15 @@ from benchmarks.models.cosmos3 import COSMOS3
 from benchmarks.models.ernie_image import ERNIE_IMAGE
 from benchmarks.models.flux import CHROMA, FLUX, FLUX2, FLUX3
 from benchmarks.models.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO15
-from benchmarks.models.images import COSMOS, LONGCAT_IMAGE, LUMINA2, OVIS_IMAGE, PRX, Z_IMAGE
+from benchmarks.models.images import (
+    COSMOS,
+    HIDREAM,
+    LONGCAT_IMAGE,
+    LUMINA2,
+    OVIS_IMAGE,
+    PRX,
+    Z_IMAGE,
+)
 from benchmarks.models.joyimage import JOYIMAGE, JOYIMAGE_PLUS
 from benchmarks.models.kandinsky import KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6
 from benchmarks.models.ltx import LTX2, LTX2_DISTILLED, LTX_VIDEO
@@ -37,7 +45,7 @@ PUBLISHED: tuple[Published, ...] = (
     *(CHROMA, LONGCAT_IMAGE, OVIS_IMAGE, PRX, BRIA, FIBO, FIBO2, LUMINA2, MOCHI),
     *(COGVIDEOX, EASYANIMATE, COGVIEW3, COGVIEW4, GLM_IMAGE, SDXL, SDXL_CHANNELS_LAST),
     *(PIXART, LATTE, HELIOS, ANYFLOW, ANYFLOW_FAR, MOTIF_VIDEO),
-    *(COSMOS3, NUCLEUS_IMAGE, ERNIE_IMAGE, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN),
+    *(COSMOS3, NUCLEUS_IMAGE, ERNIE_IMAGE, HIDREAM, JOYIMAGE, JOYIMAGE_PLUS, OMNIGEN),
     *(QWENIMAGE21, MINIMAX_H3, KANDINSKY5, KANDINSKY5_PRO, KANDINSKY6),
 )
 MODELS = {published.key: published for published in PUBLISHED}

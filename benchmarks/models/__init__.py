@@ -83,6 +83,7 @@ ALL_WEIGHTS = {**WEIGHTS, OUTLIERS: WEIGHTS["peaked"]}
 QUERY_AND_KEY_NORMS = (
     *(f"norm_{name}" for name in ("q", "k", "added_q", "added_k")),
     *("query_norm", "key_norm", "attn_q_norm", "attn_k_norm"),  # Kandinsky's and JoyImage's
+    *(f"{name}_rms_norm{stream}" for name in "qk" for stream in ("", "_t")),  # HiDream-I1's
 )
 ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")

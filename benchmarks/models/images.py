@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
     CosmosTransformer3DModel,
+    HiDreamImageTransformer2DModel,
     LongCatImageTransformer2DModel,
     Lumina2Transformer2DModel,
     OvisImageTransformer2DModel,
@@ -172,6 +173,42 @@ class PRXImage(PublishedImage):
         }
 
 
+class HiDream(PublishedImage):
+    """HiDream-I1 17B, the full one, which takes guidance. Each block has text of its own, from a layer of the
+    text encoder."""
+
+    key, name, tiny_name = "hidream", "HiDream-I1, 2 + 4 blocks", "tiny HiDream-I1"
+    cls = HiDreamImageTransformer2DModel
+    config = {
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "llama_layers": [*range(6)],
+        "patch_size": 2,
+        "in_channels": 16,
+        "caption_channels": [4096, 4096],
+        "axes_dims_rope": (64, 32, 32),
+    }
+    batch = 2
+    text_tokens = 128
+    tiny_sizes = (ImageSize(64, 64),)
+
+    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
+        """As HiDreamImagePipeline passes them with guidance."""
+        config = model.config
+        latents = given.normal(1, config.in_channels, *given.size.unpacked)
+        text_width, width_of_layers = config.caption_channels
+        layers = 1 + max(config.llama_layers)
+        texts = given.normal(layers, 2, given.text_tokens, width_of_layers)
+        return {
+            "hidden_states": torch.cat([latents, latents]),
+            "timesteps": given.timesteps(2),
+            "encoder_hidden_states_t5": given.normal(2, given.text_tokens, text_width),
+            "encoder_hidden_states_llama3": texts,
+            "pooled_embeds": given.normal(2, config.text_emb_dim),
+            "attention_kwargs": None,
+        }
+
+
 class ZImage(PublishedImage):
     """Z-Image-Turbo 6B. It is distilled. There are two refiners each of the image and of the text."""
 
@@ -193,5 +230,5 @@ class ZImage(PublishedImage):
         }
 
 
-AURAFLOW, COSMOS, LUMINA2 = AuraFlow(), Cosmos(), Lumina2()
+AURAFLOW, COSMOS, HIDREAM, LUMINA2 = AuraFlow(), Cosmos(), HiDream(), Lumina2()
 LONGCAT_IMAGE, OVIS_IMAGE, PRX, Z_IMAGE = LongCatImage(), OvisImage(), PRXImage(), ZImage()

@@ -1,4 +1,4 @@
-"""Images and videos of Sana and its relatives, HiDream, Lumina-Next, DiT and aMUSEd, at published widths."""
+"""Images and videos of Sana and its relatives, Lumina-Next, DiT and aMUSEd, at published widths."""
 
 from __future__ import annotations
 
@@ -98,36 +98,6 @@ class SanaWM(Sana):
         }
 
 
-class HiDream(PublishedImage):
-    """HiDream-I1: each block has text of its own, from a layer of the text encoder."""
-
-    key, name = "hidream", "HiDream-I1, 2 + 4 blocks"
-    cls = transformers.HiDreamImageTransformer2DModel
-    config = {
-        "num_layers": 2,
-        "num_single_layers": 4,
-        "llama_layers": [*range(6)],
-        "patch_size": 2,
-        "in_channels": 16,
-        "caption_channels": [4096, 4096],
-        "axes_dims_rope": (64, 32, 32),
-    }
-    tiny_sizes = (ImageSize(64, 64),)
-    text_tokens = 128
-
-    def arguments(self, model: Any, given: Given) -> dict[str, Any]:
-        config = model.config
-        t5_width, width = config.caption_channels
-        layers = 1 + max(config.llama_layers)
-        return {
-            "hidden_states": guided_latents(config, given),
-            "timesteps": given.timesteps(2),
-            "encoder_hidden_states_t5": given.normal(2, given.text_tokens, t5_width),
-            "encoder_hidden_states_llama3": given.normal(layers, 2, given.text_tokens, width),
-            "pooled_embeds": given.normal(2, config.text_emb_dim),
-        }
-
-
 class LuminaNext(PublishedImage):
     key, name = "lumina_next", "Lumina-Next, 6 blocks"
     cls = transformers.LuminaNextDiT2DModel
@@ -187,4 +157,4 @@ class Amused(PublishedImage):
         }
 
 
-IMAGES = (Sana(), SanaVideo(), SanaWM(), HiDream(), LuminaNext(), DiT(), Amused())
+IMAGES = (Sana(), SanaVideo(), SanaWM(), LuminaNext(), DiT(), Amused())

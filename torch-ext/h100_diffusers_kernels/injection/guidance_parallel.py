@@ -25,6 +25,8 @@ _MAX_KINDS = 64
 _TABLES = re.compile("rotary|rope|freqs")
 _COORDINATES = re.compile("^(img|txt|image_cond|position)_ids$")
 _INDICES = re.compile("indices|^token_tags$")
+# Text of several layers of an encoder, whose samples are in the second dimension.
+_TEXTS_BY_LAYER = re.compile("_llama3$")
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -225,6 +227,8 @@ class _Share(NamedTuple):
         return type(x)(self._of(name, each) for each in x) if type(x) in (list, tuple) else x
 
     def _of_tensor(self, name: str, x: Tensor) -> Tensor:
+        if _TEXTS_BY_LAYER.search(name) and x.dim() == 4 and x.shape[1] == self.batch:
+            return x[:, self.part]
         is_batched = x.dim() > 0 and x.shape[0] == self.batch
         is_table = _TABLES.search(name) is not None
         if (

@@ -21,10 +21,9 @@ from ... import operations
 from ..attention import modules as attention
 from ..core.checks import KnownClass, is_stock
 from ..core.forward_state import Family, model_spec
-from ..core.patch import Call, PatchSpec
+from ..core.patch import Call
 from ..parts.linears import GELU, fp8_readers, linear, swiglu_of_two
-from ..parts.norm_modules import norm_and_modulate
-from ..parts.norms import Upcasts, apply_norm
+from ..parts.norms import apply_norm
 from ..parts.rotary import rotated_in_float32, tables_of_matrices
 from ..parts.streams import BlockSpec, end, linear_of_silu, may_run_ahead, plain_norm, start
 from ..quantized.fp8_linears import fp8_weights_for
@@ -118,14 +117,6 @@ def _attention_forward(
     return attention.project_out(self, out, x)
 
 
-def _final_forward(self: Any, call: Call, x: Tensor, vec: Tensor) -> Tensor:
-    if not call.takes(x, vec):
-        return NotImplemented
-    shift, scale = self._modules["adaLN_modulation"](vec).unsqueeze(1).chunk(2, dim=-1)
-    n = norm_and_modulate(call, self, "norm_final", x, scale, shift, Upcasts.NOWHERE)
-    return linear(self._modules["linear"], n)
-
-
 _SPECS = (
     model_spec(f"{_PRX}:PRXTransformer2DModel", "blocks"),
     BlockSpec(f"{_PRX}:PRXBlock", _block_forward),
@@ -138,9 +129,8 @@ _SPECS = (
         " image_rotary_emb kwargs",
         rotate="apply_rope",
     ),
-    PatchSpec(f"{_PRX}:FinalLayer", _final_forward, "layer_norm_modulate"),
 )
-_ONCE = ("pe_embedder", "img_in", "time_in", "txt_in", "resolution_embedder")
+_ONCE = ("pe_embedder", "img_in", "time_in", "txt_in", "resolution_embedder", "final_layer")
 _LAYERS = Layers(
     ("blocks",),
     ("attention.*_proj", "attention.to_out.0", "gate_proj", "up_proj", "down_proj"),
