@@ -376,6 +376,8 @@ def result_of(model, arguments):
 @every_family
 def test_batches_that_differ(kernel, device, family):
     """The plain model's values wherever it has some. Otherwise it raises, too, or broadcasts."""
+    if family.name == "cosmos3" and device == "cuda":
+        pytest.skip("its own code would write out of bounds, after which the process has no GPU")
     model, plain, arguments = prepared(family, device, batch=3, seed=4)
     kernel.inject_kernels(model)
     names, rng = with_samples(arguments, 3), random.Random(family.name)

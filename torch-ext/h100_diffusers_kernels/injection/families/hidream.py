@@ -122,6 +122,7 @@ def _experts_forward(self: Any, call: Call, x: Tensor) -> Tensor:
     return results.view_as(x) + self.shared_experts(x)
 
 
+_WRAPPED = "wrapped: its experts' results are one sum"
 _SPECS = (
     model_spec(f"{_HIDREAM}:HiDreamImageTransformer2DModel"),
     BlockSpec(f"{_HIDREAM}:HiDreamImageTransformerBlock", _block_forward),
@@ -137,7 +138,7 @@ _SPECS = (
         dispatches=False,
     ),
     PatchSpec(
-        f"{_HIDREAM}:MOEFeedForwardSwiGLU", _experts_forward, "swiglu", left_to_compiler=True
+        f"{_HIDREAM}:MOEFeedForwardSwiGLU", _experts_forward, _WRAPPED, left_to_compiler=True
     ),
     PatchSpec(f"{_HIDREAM}:HiDreamImageFeedForwardSwiGLU", _FEED_FORWARD, "swiglu", (_SILU,)),
     TIMESTEPS,
