@@ -86,6 +86,8 @@ QUERY_AND_KEY_NORMS = (
     *(f"{name}_rms_norm{stream}" for name in "qk" for stream in ("", "_t")),  # HiDream-I1's
 )
 ADDS_ONE = "Krea2RMSNorm"  # the norm that multiplies by 1 + weight
+# The model that reads how many tokens each of its experts has.
+BREAKS_GRAPHS = "HiDreamImageTransformer2DModel"
 QUERY_AND_KEY_PROJECTIONS = ("to_q", "to_k", "add_q_proj", "add_k_proj")
 
 
@@ -310,12 +312,14 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
     if mode in FA3_MODES:
         use_flash_attention_3(model)
+    is_one = type(model).__name__ != BREAKS_GRAPHS
     if REGIONAL in mode:
-        compile_blocks(model, fullgraph=mode != FA3 or flash_attention_3(model) == FLASH_3)
+        is_one &= mode != FA3 or flash_attention_3(model) == FLASH_3
+        compile_blocks(model, fullgraph=is_one)
     elif mode == REDUCE_OVERHEAD:
-        compile_whole(model, mode="reduce-overhead")
+        compile_whole(model, fullgraph=is_one, mode="reduce-overhead")
     elif mode.endswith("compiled"):
-        compile_whole(model)
+        compile_whole(model, fullgraph=is_one)
     else:
         return False
     return True
