@@ -82,12 +82,13 @@ def _attention_forward(
     image_rotary_emb: Tensor | None = None,
 ) -> Any:
     tokens = (norm_hidden_states, norm_encoder_hidden_states)[: 2 - self.single]
-    rope, modules, length = image_rotary_emb, self._modules, norm_hidden_states.shape[1]
+    rope: Any = image_rotary_emb
+    modules, length = self._modules, norm_hidden_states.shape[1]
     rotated_dim = 0 if rope is None else 2 * rope.shape[-3]
     if not call.takes(*tokens) or rotated_dim != self.inner_dim // self.heads:
         return NotImplemented
     # Of rotations (B, S, 1, d / 2, 2, 2), or multiples of them, (cos, sin), each (B, S, 1, d / 2).
-    columns: Any = rope.float()[..., 0].split([x.shape[1] for x in tokens], dim=1)
+    columns = rope.float()[..., 0].split([x.shape[1] for x in tokens], dim=1)
     tables = [[*map(Tensor.contiguous, each.unbind(-1))] for each in columns]
     each: list[Any] = []
     for x, names, suffix, table in zip(tokens, _LAYERS, _OF_ATTENTION, tables):
@@ -98,9 +99,9 @@ def _attention_forward(
         if hidden_states_masks is not None and not suffix:
             k = k * hidden_states_masks.unsqueeze(-1)
         each.append((q, k, v))
-    joint = each[0] if self.single else [torch.cat(pair, dim=1) for pair in zip(*each)]
+    q, k, v = each[0] if self.single else [torch.cat(pair, dim=1) for pair in zip(*each)]
     options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False}
-    out = attention.attend(call, self, *joint, None, **options)
+    out = attention.attend(call, self, q, k, v, None, **options)
     parts = zip(("to_out", "to_out_t"), (out[:, :length], out[:, length:]), tokens)
     outs = [linear_per_sample(modules[n], o, type(x) is QuantizedRows) for n, o, x in parts]
     return outs[0] if self.single else tuple(outs)
