@@ -19,7 +19,7 @@ def hidream_model(blocks, heads, head_dim):
     return {
         **family.sizes(blocks, heads, head_dim),
         "num_single_layers": 2,
-        # The model's own code adds results of several in any order on a GPU.
+        # Which of several it chooses is not continuous.
         "num_routed_experts": 1,
         "num_activated_experts": 1,
         "patch_size": 2,

@@ -333,14 +333,18 @@ def backend_steps(family):
 
 def mode_steps(family):
     # diffusers keeps tables of the first call. Those of an inference mode would have no gradients.
-    modes = ["no_grad", "inference_mode", "grad", "autocast", "score_skip", "thread"]
-    modes += [
-        "backward",
-        "jvp",
-        "attention_backend",
-        "function mode",
-        "scaling function mode",
-        "other weights",
+    modes = [
+        *(
+            "no_grad",
+            "inference_mode",
+            "grad",
+            "autocast",
+            "score_skip",
+            "thread",
+            "backward",
+            "jvp",
+        ),
+        *("attention_backend", "function mode", "scaling function mode", "other weights"),
     ]
     if family.name == "cosmos3":  # its own code raises
         modes = [mode for mode in modes if mode not in ("score_skip", "autocast")]

@@ -312,14 +312,14 @@ def compile_as(model: torch.nn.Module, mode: str) -> bool:
     """As the mode asks for; whether it does."""
     if mode in FA3_MODES:
         use_flash_attention_3(model)
-    is_one = type(model).__name__ != BREAKS_GRAPHS
+    is_one_graph = type(model).__name__ != BREAKS_GRAPHS
     if REGIONAL in mode:
-        is_one &= mode != FA3 or flash_attention_3(model) == FLASH_3
-        compile_blocks(model, fullgraph=is_one)
+        is_one_graph &= mode != FA3 or flash_attention_3(model) == FLASH_3
+        compile_blocks(model, fullgraph=is_one_graph)
     elif mode == REDUCE_OVERHEAD:
-        compile_whole(model, fullgraph=is_one, mode="reduce-overhead")
+        compile_whole(model, fullgraph=is_one_graph, mode="reduce-overhead")
     elif mode.endswith("compiled"):
-        compile_whole(model, fullgraph=is_one)
+        compile_whole(model, fullgraph=is_one_graph)
     else:
         return False
     return True

@@ -79,11 +79,10 @@ def _attention_forward(
     norm_hidden_states: Any,
     hidden_states_masks: Tensor | None = None,
     norm_encoder_hidden_states: Any = None,
-    image_rotary_emb: Tensor | None = None,
+    image_rotary_emb: Any = None,
 ) -> Any:
     tokens = (norm_hidden_states, norm_encoder_hidden_states)[: 2 - self.single]
-    rope: Any = image_rotary_emb
-    modules, length = self._modules, norm_hidden_states.shape[1]
+    rope, modules, length = image_rotary_emb, self._modules, norm_hidden_states.shape[1]
     rotated_dim = 0 if rope is None else 2 * rope.shape[-3]
     if not call.takes(*tokens) or rotated_dim != self.inner_dim // self.heads:
         return NotImplemented
