@@ -33,9 +33,8 @@ class CogView3(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As CogView3PlusPipeline passes them with guidance."""
         config, of_size = model.config, sides(given, 2)
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.text_embed_dim),
             "timestep": given.timesteps(2),
             "original_size": of_size["target_size"],
@@ -111,9 +110,8 @@ class EasyAnimate(PublishedVideo):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As EasyAnimatePipeline passes them with guidance."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.text_embed_dim),
             "timestep": given.timesteps(2).to(given.dtype),
         }

@@ -38,9 +38,8 @@ class AuraFlow(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As AuraFlowPipeline passes them with guidance."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.joint_attention_dim),
             "timestep": given.timesteps().to(given.dtype).expand(2),
             "attention_kwargs": None,
@@ -163,10 +162,9 @@ class PRXImage(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As PRXPipeline passes them with guidance and an empty negative prompt."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         masks = [given.text_mask(count) for count in (1, self.prompt_tokens)]
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "timestep": given.timesteps(2).to(given.dtype),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.context_in_dim),
             "attention_mask": torch.stack(masks),
@@ -195,12 +193,12 @@ class HiDream(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As HiDreamImagePipeline passes them with guidance."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
+        latents = given.guided_latents(config.in_channels, *given.size.unpacked)
         text_width, width_of_layers = config.caption_channels
         layers = 1 + max(config.llama_layers)
         texts = given.normal(layers, 2, given.text_tokens, width_of_layers)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": latents,
             "timesteps": given.timesteps(2),
             "encoder_hidden_states_t5": given.normal(2, given.text_tokens, text_width),
             "encoder_hidden_states_llama3": texts,

@@ -21,14 +21,6 @@ class DeepVideoSize(VideoSize):
     token_pixels, token_frames = 32, 8
 
 
-def with_guidance(latents: torch.Tensor) -> torch.Tensor:
-    return torch.cat([latents, latents])
-
-
-def guided_latents(config: Any, given: Given) -> torch.Tensor:
-    return with_guidance(given.normal(1, config.in_channels, *given.size.unpacked))
-
-
 def text_masks(given: Given, *lengths: int) -> torch.Tensor:
     """Of the negative prompt and of the prompt."""
     return torch.stack([given.text_mask(length) for length in lengths]).long()
@@ -42,12 +34,12 @@ class Sana(PublishedImage):
     sizes, tiny_sizes = (DeepImageSize(1024, 1024),), (DeepImageSize(64, 96),)
 
     def latents(self, config: Any, given: Given) -> torch.Tensor:
-        return given.normal(1, config.in_channels, *given.size.latent)
+        return given.guided_latents(config.in_channels, *given.size.latent)
 
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         config = model.config
         return {
-            "hidden_states": with_guidance(self.latents(config, given)),
+            "hidden_states": self.latents(config, given),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.caption_channels),
             "encoder_attention_mask": text_masks(given, 8, 200),
             "timestep": given.timesteps(2),
@@ -61,7 +53,7 @@ class SanaVideo(Sana):
     sizes, tiny_sizes = (VideoSize(81, 480, 832),), PublishedVideo.tiny_sizes
 
     def latents(self, config: Any, given: Given) -> torch.Tensor:
-        return given.normal(1, config.in_channels, *given.size.unpacked)
+        return given.guided_latents(config.in_channels, *given.size.unpacked)
 
 
 class SanaWM(Sana):
@@ -109,7 +101,7 @@ class LuminaNext(PublishedImage):
         config = model.config
         rotation = get_2d_rotary_pos_embed_lumina(model.head_dim, 384, 384)
         return {
-            "hidden_states": guided_latents(config, given),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "timestep": given.timesteps(2).to(given.dtype),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.cross_attention_dim),
             "encoder_mask": text_masks(given, 8, 100),
@@ -129,7 +121,7 @@ class DiT(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         config, device = model.config, given.device
         return {
-            "hidden_states": guided_latents(config, given),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "timestep": given.timesteps(2),
             "class_labels": torch.tensor([3, config.num_embeds_ada_norm], device=device),
         }

@@ -18,8 +18,7 @@ class UNet(PublishedImage):
     timestep = 800
 
     def sample(self, config: Any, given: Given) -> torch.Tensor:
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
-        return torch.cat([latents, latents])
+        return given.guided_latents(config.in_channels, *given.size.unpacked)
 
     def text(self, config: Any, given: Given) -> torch.Tensor:
         return given.normal(2, given.text_tokens, config.cross_attention_dim)
@@ -127,8 +126,7 @@ class VideoUNet(UNet):
 
     def sample(self, config: Any, given: Given) -> torch.Tensor:
         _, *sides = given.size.unpacked
-        latents = given.normal(1, config.in_channels, given.size.frames, *sides)
-        return torch.cat([latents, latents])
+        return given.guided_latents(config.in_channels, given.size.frames, *sides)
 
 
 class ModelScope(VideoUNet):

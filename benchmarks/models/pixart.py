@@ -25,11 +25,10 @@ class PixArt(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As PixArtAlphaPipeline passes them with guidance, with a mask of the texts."""
         config, size, device = model.config, given.size, given.device
-        latents = given.normal(1, config.in_channels, *size.unpacked)
         lengths = (self.negative_tokens, self.prompt_tokens)
         sides = torch.tensor([[size.height, size.width]] * 2, device=device, dtype=given.dtype)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.caption_channels),
             "encoder_attention_mask": torch.stack(
                 [given.text_mask(count).long() for count in lengths]
@@ -79,9 +78,8 @@ class Latte(PublishedVideo):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As LattePipeline passes them with guidance: no mask of the text."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.caption_channels),
             "timestep": given.timesteps(2),
             "enable_temporal_attentions": True,
@@ -114,7 +112,6 @@ class HunyuanDiT(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As HunyuanDiTPipeline passes them with guidance, with masks of the texts."""
         config, size, device, dtype = model.config, given.size, given.device, given.dtype
-        latents = given.normal(1, config.in_channels, *size.unpacked)
         lengths = torch.tensor([[self.negative_tokens], [self.prompt_tokens]], device=device)
         masks = [
             (torch.arange(count, device=device) < lengths).long()
@@ -122,7 +119,7 @@ class HunyuanDiT(PublishedImage):
         ]
         sides = [1024, 1024, size.height, size.width, 0, 0]
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *size.unpacked),
             "timestep": given.timesteps(2).to(dtype),
             "encoder_hidden_states": given.normal(2, config.text_len, config.cross_attention_dim),
             "text_embedding_mask": masks[0],

@@ -109,6 +109,10 @@ class Given:
         """The timestep of each sample, (count,), float32, or int64 if it is an integer."""
         return torch.tensor([self.timestep], device=self.device).expand(count)
 
+    def guided_latents(self, *shape: int) -> torch.Tensor:
+        """Latents of one sample with this shape, once for each branch of guidance, (2, *shape)."""
+        return self.normal(1, *shape).repeat(2, *[1] * len(shape))
+
     def text_mask(self, prompt_tokens: int) -> torch.Tensor:
         """Whether a token of the text is the prompt's, (text tokens,). Padding follows."""
         return torch.arange(self.text_tokens, device=self.device) < prompt_tokens

@@ -29,9 +29,8 @@ class StableDiffusion3(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As StableDiffusion3Pipeline passes them with guidance."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.joint_attention_dim),
             "pooled_projections": given.normal(2, config.pooled_projection_dim),
             "timestep": given.timesteps(2),
@@ -81,13 +80,12 @@ class StableDiffusionXL(PublishedImage):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As StableDiffusionXLPipeline passes them with guidance."""
         config, size = model.config, given.size
-        latents = given.normal(1, config.in_channels, *size.unpacked)
         width = config.projection_class_embeddings_input_dim
         pooled = width - self.time_ids * config.addition_time_embed_dim
         pixels = [size.height, size.width]
         time_ids = torch.tensor([[*pixels, 0, 0, *pixels]], device=given.device).to(given.dtype)
         return {
-            "sample": torch.cat([latents, latents]),
+            "sample": given.guided_latents(config.in_channels, *size.unpacked),
             "timestep": torch.tensor(given.timestep, device=given.device),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.cross_attention_dim),
             "timestep_cond": None,

@@ -64,11 +64,10 @@ class Allegro(PublishedVideo):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As AllegroPipeline passes them with guidance, with a mask of the texts."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         lengths = (self.negative_tokens, self.prompt_tokens)
         mask = torch.stack([given.text_mask(count) for count in lengths])
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, 1, given.text_tokens, config.caption_channels),
             "encoder_attention_mask": mask.long(),
             "timestep": given.timesteps(2),
@@ -106,9 +105,8 @@ class CogVideoX(PublishedVideo):
         """As CogVideoXPipeline passes them with guidance."""
         config = model.config
         frames, rows, columns = given.size.unpacked
-        latents = given.normal(1, frames, config.in_channels, rows, columns)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(frames, config.in_channels, rows, columns),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.text_embed_dim),
             "timestep": given.timesteps(2),
             "image_rotary_emb": self.rotation(config, given),
@@ -143,10 +141,9 @@ class Mochi(PublishedVideo):
     def arguments(self, model: Any, given: Given) -> dict[str, Any]:
         """As MochiPipeline passes them with guidance. The negative prompt is empty: it has no valid token."""
         config = model.config
-        latents = given.normal(1, config.in_channels, *given.size.unpacked)
         lengths = (0, self.prompt_tokens)
         return {
-            "hidden_states": torch.cat([latents, latents]),
+            "hidden_states": given.guided_latents(config.in_channels, *given.size.unpacked),
             "encoder_hidden_states": given.normal(2, given.text_tokens, config.text_embed_dim),
             "timestep": given.timesteps(2).to(given.dtype),
             "encoder_attention_mask": torch.stack([given.text_mask(count) for count in lengths]),
