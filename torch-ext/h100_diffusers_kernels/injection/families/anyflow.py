@@ -20,6 +20,7 @@ from ..parts import linears
 from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts
+from ..parts.rotary import rotated_across_heads
 from ..parts.streams import BlockSpec, end, start
 from . import wan
 
@@ -70,7 +71,7 @@ def attention_forward(
     config = attention.context_parallel_of(call, self)
     length, keys = x.shape[1], (x if c is None else c).shape[1]
     rope, options = tables_of(call, rotary_emb, length, keys, config)
-    operands = (call, self, x, c, rope, wan.rotated, "across_heads")
+    operands = (call, self, x, c, rope, rotated_across_heads, "across_heads")
     query, key, value = attention.project_and_rotate(*operands, config=config, **options)
     options = {"heads": self.heads, "dropout_p": 0.0, "is_causal": False, "config": config}
     if c is not None:

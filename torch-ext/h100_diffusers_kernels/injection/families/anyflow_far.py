@@ -17,6 +17,7 @@ from ...operations.key_blocks import is_block_mask
 from ..attention import modules as attention
 from ..core.forward_state import Family, model_spec
 from ..core.patch import Call
+from ..parts.rotary import rotated_across_heads
 from . import anyflow, wan
 
 _FAR = "diffusers.models.transformers.transformer_anyflow_far"
@@ -52,7 +53,7 @@ def _attention_forward(
         return NotImplemented
     query, key, value = attention.query_key_value(self, x, c)
     options: dict[str, Any] = {"keeps_dtype": True}
-    rotation = wan.rotated, "across_heads", heads
+    rotation = rotated_across_heads, "across_heads", heads
     if kv_cache is not None:
         query, key = attention.norm_and_rotate(call, self, query, key, None, *rotation, **options)
         key, value = _with_cache(kv_cache, kv_cache_flag, key, value, heads)

@@ -25,9 +25,9 @@ from ..core.patch import Call, PatchSpec
 from ..core.quantized_rows import QuantizedRows
 from ..parts.embeddings import TIMESTEPS
 from ..parts.linears import fp8_readers, gated_feed_forward, linear_per_sample, linears
+from ..parts.rotary import rotated_across_heads
 from ..parts.streams import BlockSpec, Rows, end, linear_modulation, plain_norm, start
 from ..quantized.precision import Layers
-from .wan import rotated
 
 _HIDREAM = "diffusers.models.transformers.transformer_hidream_image"
 # The suffixes of the image's and the text's norms and feed-forwards, and of their layers in attention.
@@ -94,7 +94,7 @@ def _attention_forward(
         q, k, v = linears(x, *map(modules.get, names))
         norms = (f"q_rms_norm{suffix}", f"k_rms_norm{suffix}")
         options: Any = {"form": "across_heads", "heads": self.heads, "names": norms}
-        q, k = attention.norm_and_rotate(call, self, q, k, table, rotated, **options)
+        q, k = attention.norm_and_rotate(call, self, q, k, table, rotated_across_heads, **options)
         if hidden_states_masks is not None and not suffix:
             k = k * hidden_states_masks.unsqueeze(-1)
         each.append((q, k, v))

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attention import modules as attention
@@ -28,6 +27,7 @@ from ..parts import linears
 from ..parts.blocks import add_feed_forwards
 from ..parts.embeddings import TIMESTEPS
 from ..parts.norms import Upcasts, apply_norm
+from ..parts.rotary import rotated_across_heads
 from ..parts.streams import BlockSpec, FirstNorms, Stream, end, start, table_norm
 from ..quantized.precision import ATTENTION_LAYERS, FEED_FORWARD_LAYERS, Layers
 
@@ -127,7 +127,8 @@ def attention_forward(
         length = c.shape[1] - _TEXT_TOKENS
         image_tokens, c = c[:, :length], c[:, length:]
     tables = None if rotary_emb is None else call.shared("tables", rotary_emb, tables_of)
-    rotation, config = (tables, rotated, "across_heads"), attention.context_parallel_of(call, self)
+    rotation = tables, rotated_across_heads, "across_heads"
+    config = attention.context_parallel_of(call, self)
     fused: Any = None
     if self.fused_projections:
         fused = call.stand_in.functions[-1].function(self, as_tensor(x), c)
@@ -160,15 +161,6 @@ def _splits_text(call: Call) -> bool:
     """Whether diffusers' plan of context parallelism splits the text between ranks, as that of 0.36 does."""
     plan = getattr(call.stand_in.injection.model(), "_cp_plan", None) or {}
     return "encoder_hidden_states" in plan.get("blocks.*", ())
-
-
-def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x (B, S, H * d) rotated by tables per pair, as in the model's processor."""
-    cos, sin = tables
-    pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
-    first, second = pairs.unbind(-1)
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    return turned.to(x.dtype).flatten(2)
 
 
 _PARAMETERS = "self hidden_states encoder_hidden_states temb rotary_emb"

@@ -152,6 +152,16 @@ def rotated_in_float32(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
     return (x.float() * cos + others * sin).to(x.dtype)
 
 
+def rotated_across_heads(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    """x (B, S, H * d), whose pairs are (2i, 2i + 1), rotated by tables (cos, sin) of one value a pair, as
+    some models' own code rotates it."""
+    cos, sin = tables
+    pairs = x.unflatten(2, (-1, cos.shape[-1], 2))
+    first, second = pairs.unbind(-1)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype).flatten(2)
+
+
 def split_tables(rope: Any, first: int, second: int) -> tuple | None:
     """The tables (cos, sin) of two streams, split from those of all tokens; None for any other rope."""
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
