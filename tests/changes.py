@@ -33,14 +33,17 @@ def is_floating(value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def change_values(value, way="replace"):
-    """A module's result, or its arguments, with the first floating-point tensor changed."""
+def change_values(value, way="replace", keeps_rotations=False):
+    """A module's result, or its arguments, with the first floating-point tensor changed.
+
+    ``keeps_rotations``: matrices that rotate pairs stay multiples of rotations.
+    """
     if not isinstance(value, torch.Tensor):
         keys = list(value) if isinstance(value, dict) else range(len(value))
         key = next((key for key in keys if is_floating(value[key])), None)
         if key is None:
             return value
-        new = change_values(value[key], way)
+        new = change_values(value[key], way, keeps_rotations)
         if isinstance(value, dict):
             return {**value, key: new}
         return (*value[:key], new, *value[key + 1 :])
@@ -48,7 +51,7 @@ def change_values(value, way="replace"):
         return value * 1.5
     if way == "in place":
         return value.mul_(1.5)
-    if value.dim() > 4 and value.shape[-2:] == (2, 2):  # they rotate pairs, as multiples of them do
+    if keeps_rotations and value.dim() > 4 and value.shape[-2:] == (2, 2):
         (value if way == "view" else value.data).mul_(-0.5)
     elif way == "view":
         value[..., 1:].add_(0.5)

@@ -71,5 +71,6 @@ HIDREAM = HiDream(
     block_lists=("double_stream_blocks", "single_stream_blocks"),
     functions=("apply_rope",),
     has_backends=False,
+    keeps_rotations=True,
     fp8_calls=[30, 6, 0, 0, 0, 0, 0, 6],
 )

@@ -336,20 +336,22 @@ def draw_usual_call(rng, twins):
 
 
 def make_hook(twins, kind, way):
+    change = functools.partial(change_values, way=way, keeps_rotations=twins.family.keeps_rotations)
+
     def change_result(module, args, output):
-        return change_values(output, way)
+        return change(output)
 
     def boom(module, *args):
         raise Boom
 
     def change_arguments(module, args):
-        return change_values(args, way) if args and is_floating(args[0]) else None
+        return change(args) if args and is_floating(args[0]) else None
 
     def change_keyword(module, args, kwargs):
         names = [name for name, item in kwargs.items() if is_floating(item)]
         if names:
             name = names[0 if kind == "keyword" else -1]
-            return args, {**kwargs, name: change_values(kwargs[name], way)}
+            return args, {**kwargs, name: change(kwargs[name])}
 
     def change_parameter(module, args):
         name, parameter = next(module.named_parameters(), (None, None))
