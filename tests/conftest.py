@@ -51,11 +51,13 @@ def _seed():
 
 
 @pytest.fixture
-def mesh(device):
+def mesh(device, monkeypatch):
     """A device mesh with only this process."""
     from torch import distributed
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from ranks import init_gloo_of_one_worker
+
+    monkeypatch.setattr(distributed.ProcessGroupGloo, "__init__", init_gloo_of_one_worker)
     backend = "nccl" if device == "cuda" else "gloo"
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     try:
