@@ -129,7 +129,7 @@ def pipeline(name, transformer):
     else:
         more |= {f"{key}_{i}": None for key in more for i in (2, 3)}
         pipe = diffusers.StableDiffusion3Pipeline(**parts, **more)
-        text = {"prompt_embeds": text(6, config.joint_attention_dim)}
+        text = {"prompt_embeds": text(8, config.joint_attention_dim)}
         text["pooled_prompt_embeds"] = torch.ones(1, config.pooled_projection_dim)
         size = {"height": 64, "width": 64}
     if name != "qwenimage":
@@ -159,13 +159,14 @@ def test_pipelines(kernel, rank):
         assert counts == counted[rank], name
 
 
-@pytest.mark.parametrize("ranks", [4])
+@pytest.mark.parametrize("ranks", [4, 8])
 @in_ranks
 def test_with_context_parallelism(kernel, rank, ranks):
-    """Two branches by two shares of the tokens, in any order of the calls."""
+    """Two branches by two or four shares of the tokens, in any order of the calls."""
     prepare_rank()
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("guidance", "ring", "ulysses"))
-    config = {"ulysses_degree": 2, "mesh": mesh["ring", "ulysses"]}
+    shares = ranks // 2
+    mesh = init_device_mesh("cpu", (2, 1, shares), mesh_dim_names=("guidance", "ring", "ulysses"))
+    config = {"ulysses_degree": shares, "mesh": mesh["ring", "ulysses"]}
     for name, is_first in (("wan", True), ("wan", False), ("sd3", True), ("sd3", False)):
         model = FAMILIES[name].model("cpu", **HEADS)
         expected = pipeline(name, model)
