@@ -136,7 +136,7 @@ def check_family(kernel, name, modes):
     """With all inputs of the family, in float32 and in 16 bits, injected before and after."""
     prepare_rank()
     for dtype, is_injected_first in ((torch.float32, True), (torch.bfloat16, False)):
-        family, _, plain = model_of(name, dtype, heads=max(4, dist.get_world_size()))
+        family, _, plain = model_of(name, dtype, heads=max(HEADS["heads"], dist.get_world_size()))
         errors = Errors(family, plain)
         for how in modes:
             for options in INPUTS[name]:
