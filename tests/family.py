@@ -87,8 +87,8 @@ class Family:
         main: the name of the argument that is denoised: a tensor, or a list with one for each sample.
         fp8_calls: the calls of each FP8 operation in a forward of the small model; the operations are those
             of ``test_injection_fp8.test_calls``.
-        keeps_rotations: whether its kernels take matrices of rotations, and multiples of these, only.
         fp8_twice: the number of FP8 layers that a forward computes for each of two streams.
+        keeps_rotations: whether its kernels take matrices of rotations, and multiples of these, only.
     """
 
     name: str

@@ -40,7 +40,7 @@ def kandinsky6_model(blocks, heads, head_dim):
 def kandinsky6_inputs(
     normal, dtype, batch, tokens, text_length, has_audio=True, mask=None, has_types=False
 ):
-    frames, audio = 2, normal(batch, 5 + tokens, AUDIO_CHANNELS).to(dtype)
+    frames, audio = 2, normal(batch, 2 + 2 * tokens, AUDIO_CHANNELS).to(dtype)
     if mask is not None:
         mask = family.text_mask(batch, text_length, 2, holes=mask == "holes").bool()
     types = torch.arange(frames).expand(batch, frames) if has_types else None

@@ -333,19 +333,9 @@ def backend_steps(family):
 
 def mode_steps(family):
     # diffusers keeps tables of the first call. Those of an inference mode would have no gradients.
-    modes = [
-        *(
-            "no_grad",
-            "inference_mode",
-            "grad",
-            "autocast",
-            "score_skip",
-            "thread",
-            "backward",
-            "jvp",
-        ),
-        *("attention_backend", "function mode", "scaling function mode", "other weights"),
-    ]
+    yield step("forward", mode="no_grad")
+    modes = ["inference_mode", "grad", "autocast", "score_skip", "thread", "backward", "jvp"]
+    modes += ["attention_backend", "function mode", "scaling function mode", "other weights"]
     if family.name == "cosmos3":  # its own code raises
         modes = [mode for mode in modes if mode not in ("score_skip", "autocast")]
     if family.name == "hidream":  # it reads how many tokens each expert has

@@ -68,7 +68,13 @@ def in_batches(family, device, **options):
 
 # Families whose small models amplify the difference between two quantizations.
 NOISY = (
-    *("bria_fibo2", "flux2", "glm_image", "hidream", "hunyuan_video", "krea2", "lumina2"),
+    "bria_fibo2",
+    "flux2",
+    "glm_image",
+    "hidream",
+    "hunyuan_video",
+    "krea2",
+    "lumina2",
     "z_image",
 )
 

@@ -111,7 +111,8 @@ class Given:
 
     def guided_latents(self, *shape: int) -> torch.Tensor:
         """Latents of one sample with this shape, once for each branch of guidance, (2, *shape)."""
-        return self.normal(1, *shape).repeat(2, *[1] * len(shape))
+        latents = self.normal(1, *shape)
+        return torch.cat([latents, latents])
 
     def text_mask(self, prompt_tokens: int) -> torch.Tensor:
         """Whether a token of the text is the prompt's, (text tokens,). Padding follows."""
